@@ -1,0 +1,1 @@
+"""Device functions (`@triton.jit`) shared by the kernels. Imports only triton."""
