@@ -85,7 +85,7 @@ def test_decode_continues_prefill(fp16: SmolLM) -> None:
         fp16.prefill(ids[:n], cache)
         stepped = fp16.decode(torch.tensor([ids[n]]), torch.tensor([n]), cache)
         whole = fp16.prefill(ids[: n + 1], PagedCache(fp16.config, "fp16", n + 1, CPU))
-        assert stepped.tolist() == fp16.head(whole[-1:]).argmax(-1).tolist(), f"{n=}"
+        assert stepped.tolist() == fp16.logits(whole[-1:]).argmax(-1).tolist(), f"{n=}"
 
 
 # Perplexity against FP16 weights and cache, computed with plain torch in place of the operations. Weights, codes and text are fixed, so only
@@ -141,7 +141,7 @@ def test_generate_equals_single_steps(seed: int, device: str, quant: str, kv: st
     ids = list(range(1, 20))
     got = list(model.generate(ids, PagedCache(model.config, kv, 60, model.device, seed=1), 40))
     cache = PagedCache(model.config, kv, 60, model.device, seed=2)
-    token = model.head(model.prefill(ids, cache)[-1:]).argmax(-1)
+    token = model.logits(model.prefill(ids, cache)[-1:]).argmax(-1)
     expected = [int(token)]
     for position in range(19, 58):
         token = model.decode(token, torch.tensor([position], device=model.device), cache)

@@ -14,6 +14,15 @@ from sm70_triton.ops import _gemm, gemm_w4a16, gemm_w8a16
 W4, W8 = gemm_w4a16.OP, gemm_w8a16.OP
 
 
+@pytest.mark.parametrize("codec", _gemm.PER_BYTE)
+def test_reference_decode_of_every_byte(codec):
+    data = torch.arange(256, dtype=torch.uint8)[None]
+    k = 256 * _gemm.PER_BYTE[codec]
+    zero = torch.zeros(1, 1, dtype=torch.uint8) if codec == "u4" else None
+    weight = formats.PackedWeight(codec, 1, k, 1, k, data, torch.ones(1, 1), "f32", zero)
+    torch.testing.assert_close(_gemm.decode32(data, codec).double(), formats.dequantize(weight), rtol=0, atol=0, equal_nan=True)
+
+
 def _plan(block_m: int, block_k: int = 32) -> _gemm.SimtPlan:
     return _gemm.SimtPlan(block_m=block_m, block_n=16, block_k=block_k, num_warps=4)
 
@@ -164,6 +173,15 @@ def test_a_geometry_survives_its_config_file():
             assert again == case.geometry
 
 
+@pytest.mark.parametrize("op, case", [pytest.param(op, c, id=f"{op.name}-{c.name}") for op in (W4, W8) for c in op.cases if c.geometry.M and not c.production])
+def test_a_call_has_the_geometry_of_its_case(op, case, monkeypatch):
+    """Otherwise tuned plans, found by the geometry that command-line keys give, would never be used by a call."""
+    seen = []
+    monkeypatch.setattr(_gemm, "resolve", lambda declared, geometry, arch: seen.append(geometry) or registry.resolve(declared, geometry, arch))
+    op.call(**op.make_inputs(case.geometry, seed=0, device="cpu", **case.options))
+    assert seen == [case.geometry]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -188,7 +206,7 @@ def test_bad_permutation(seed):
     geometry = W4.geometry.from_keys({"M": 2, "N": 40, "K": 160, "format": "gptq", "group": 32, "perm": True})
     inputs = W4.make_inputs(geometry, seed=seed, device="cpu")
     inputs["weight"].perm[3] = 160
-    with pytest.raises(ValueError, match="weight.perm holds 160; accepted: 0 to 159"):
+    with pytest.raises(ValueError, match=r"weight\.perm holds 160; accepted: 0 to 159"):
         W4.call(**inputs)
 
 

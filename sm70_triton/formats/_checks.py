@@ -5,22 +5,33 @@ from collections.abc import Mapping
 
 import torch
 
+F32 = (torch.float32,)
+I32 = (torch.int32,)
+INTS = (torch.int32, torch.int64)
+SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 def take(layout: str, tensors: Mapping[str, torch.Tensor], required: Mapping[str, tuple[int | None, tuple[torch.dtype, ...]]],
          optional: Mapping[str, tuple[int | None, tuple[torch.dtype, ...]]] | None = None) -> None:
-    """Check names, dtypes and number of axes. Maps a name to (axes or None for any, accepted dtypes). Raises ValueError, TypeError."""
+    """Check names, dtypes, number of axes and device. Maps a name to (axes or None for any, accepted dtypes). Raises ValueError, TypeError."""
     allowed = {**required, **(optional or {})}
     missing = [name for name in required if name not in tensors]
     if missing:
         raise ValueError(f"{layout}: {missing[0]!r} is missing; it needs {', '.join(required)}, it got {', '.join(tensors) or 'nothing'}")
+    device = None
     for name, tensor in tensors.items():
         if name not in allowed:
             raise ValueError(f"{layout}: {name!r} is not one of its tensors; accepted: {', '.join(allowed)}")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{layout}: {name} is a {type(tensor).__name__}; a tensor is accepted")
         axes, dtypes = allowed[name]
         if tensor.dtype not in dtypes:
             raise TypeError(f"{layout}: {name}.dtype={tensor.dtype}; accepted: {', '.join(str(d).removeprefix('torch.') for d in dtypes)}")
         if axes is not None and tensor.ndim != axes:
             raise ValueError(f"{layout}: {name}.shape={tuple(tensor.shape)}; {axes} axes are accepted")
+        device = device or tensor.device
+        if tensor.device != device:
+            raise ValueError(f"{layout}: {name} is on {tensor.device}, the others on {device}; all must be on one device")
 
 
 def shape(layout: str, name: str, tensor: torch.Tensor, *accepted: tuple[int, ...]) -> None:
@@ -29,10 +40,13 @@ def shape(layout: str, name: str, tensor: torch.Tensor, *accepted: tuple[int, ..
 
 
 def scalar(layout: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A one-element tensor as shape []."""
+    """A one-element tensor as shape [] that must be finite and positive."""
     if tensor.numel() != 1:
         raise ValueError(f"{layout}: {name}.shape={tuple(tensor.shape)}; one element is accepted")
-    return tensor.reshape(())
+    value = tensor.reshape(())
+    if value.device.type != "meta" and not (bool(value.isfinite()) and bool(value > 0)):
+        raise ValueError(f"{layout}: {name}={value.item()!r}; a finite positive number is accepted")
+    return value
 
 
 def layout_of(weight_source: Mapping[str, object], *accepted: str) -> None:
@@ -47,8 +61,18 @@ def groups_of(layout: str, k: int, group: int) -> int:
     return k // group
 
 
-F32 = (torch.float32,)
-SCALES = (torch.float16, torch.bfloat16, torch.float32)
+def group_of(layout: str, name: str, k: int, groups: int) -> int:
+    """Columns in a group, from the number of groups that tensor `name` has."""
+    if groups < 1 or k % groups:
+        raise ValueError(f"{layout}: {name} has {groups} groups, which do not divide K={k}")
+    return k // groups
+
+
+def words(layout: str, axis: str, size: int) -> int:
+    """Words of eight 4-bit codes along an axis."""
+    if size % 8:
+        raise ValueError(f"{layout}: {axis}={size} is not a multiple of 8, the codes in one int32")
+    return size // 8
 
 
 def kernel_scale(scale: torch.Tensor) -> tuple[torch.Tensor, str]:

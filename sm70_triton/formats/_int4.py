@@ -1,4 +1,4 @@
-"""Eight 4-bit codes in an int32, and round-to-nearest quantisation, shared by AWQ, GPTQ and compressed-tensors."""
+"""Eight 4-bit codes in an int32, activation order, and round-to-nearest quantisation, shared by AWQ, GPTQ and compressed-tensors."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,11 +18,31 @@ def unpack_int32(packed: torch.Tensor, order: Sequence[int] = SEQUENTIAL) -> tor
 
 def pack_int32(codes: torch.Tensor, order: Sequence[int] = SEQUENTIAL) -> torch.Tensor:
     """The inverse of unpack_int32."""
-    columns = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8).long()
-    words = torch.zeros(columns.shape[:-1], dtype=torch.int64, device=codes.device)
+    columns = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+    words = torch.zeros(columns.shape[:-1], dtype=torch.int32, device=codes.device)
     for nibble, column in enumerate(order):
-        words |= columns[..., column] << (4 * nibble)
-    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        words |= columns[..., column].to(torch.int32) << (4 * nibble)  # the top nibble lands in the sign bit, as it should
+    return words
+
+
+def act_order(layout: str, name: str, g_idx: torch.Tensor, groups: int, group: int) -> torch.Tensor | None:
+    """int32 [K]: the columns gathered group by group, or None where they are in order already. g_idx [K] is the group of each column."""
+    counts = torch.bincount(g_idx.long().clamp(0, groups - 1), minlength=groups)
+    if int(g_idx.min()) < 0 or int(g_idx.max()) >= groups or not bool((counts == group).all()):
+        raise ValueError(f"{layout}: {name} must give each of the {groups} groups exactly {group} columns; it runs from "
+                         f"{int(g_idx.min())} to {int(g_idx.max())} and the groups get {counts.min()} to {counts.max()}")  # fmt: skip
+    if bool((g_idx[1:] >= g_idx[:-1]).all()):
+        return None
+    return torch.argsort(g_idx.long(), stable=True).to(torch.int32)
+
+
+def original_order(codes: torch.Tensor, perm: torch.Tensor | None) -> torch.Tensor:
+    """Undo a permutation of columns: packed column j goes back to perm[j]."""
+    if perm is None:
+        return codes
+    ordered = torch.empty_like(codes)
+    ordered[:, perm.long()] = codes
+    return ordered
 
 
 def round_asymmetric(w: torch.Tensor, group: int, lowest_zero: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -30,7 +50,7 @@ def round_asymmetric(w: torch.Tensor, group: int, lowest_zero: int = 0) -> tuple
     n, k = w.shape
     blocks = w.float().reshape(n, k // group, group)
     low, high = blocks.amin(-1).clamp(max=0), blocks.amax(-1).clamp(min=0)
-    scale = _float16_scale((high - low) / 15)
+    scale = _float16_scale(high / 15 - low / 15)
     zero = (-low / scale.float()).round().clamp(lowest_zero, 15)
     codes = (blocks / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
     return codes.to(torch.uint8).reshape(n, k), zero.to(torch.uint8), scale
@@ -47,4 +67,6 @@ def round_symmetric(w: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Te
 
 def _float16_scale(scale: torch.Tensor) -> torch.Tensor:
     half = scale.half()
+    if bool(half.isinf().any()):
+        raise ValueError(f"w needs a scale of {scale.max().item()!r}, beyond float16 (65504)")
     return torch.where(half > 0, half, torch.ones_like(half))

@@ -1,53 +1,76 @@
-"""8- and 4-bit number formats: bit-exact decode of every code, and encode to nearest even.
+"""8- and 4-bit number formats: the value of every code, and rounding to the nearest code.
 
 E4M3 and E5M2: OCP 8-bit Floating Point Specification (E4M3 has no infinity; 0x7f and 0xff are NaN). E2M1 and E8M0: OCP
-Microscaling Formats. Decoding is by table, built from the formats' formulas or from torch's own dtypes.
+Microscaling Formats (E8M0 is 2^(code - 127); 0xff is NaN). float64 holds every value of every format exactly, float32 too.
 """
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 
-E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
-_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# (exponent bits, mantissa bits, exponent bias, largest finite magnitude code)
+_MINIFLOATS = {"e2m1": (2, 1, 1, 0x7), "e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
+CODECS = (*_MINIFLOATS, "e8m0")
+
+
+def _magnitude(code: int, mantissa_bits: int, bias: int) -> float:
+    exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
+    if exponent:
+        mantissa += 1 << mantissa_bits
+    return math.ldexp(mantissa, max(exponent, 1) - bias - mantissa_bits)
 
 
 @functools.cache
-def table(codec: str, device: torch.device = torch.device("cpu")) -> torch.Tensor:
-    """float64 value of every code: 16 entries for e2m1, 256 for e4m3, e5m2 and e8m0."""
-    if codec == "e2m1":
-        values = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=torch.float64)
-    elif codec in _FLOAT8:
-        values = torch.arange(256, dtype=torch.uint8).view(_FLOAT8[codec]).double()
-    elif codec == "e8m0":
-        values = torch.exp2(torch.arange(256, dtype=torch.float64) - 127)
-        values[255] = float("nan")
-    else:
-        raise ValueError(f"codec {codec!r} has no table; accepted: e2m1, e4m3, e5m2, e8m0")
-    return values.to(device)
+def _values(codec: str) -> tuple[float, ...]:
+    if codec == "e8m0":
+        return (*(math.ldexp(1.0, code - 127) for code in range(255)), math.nan)
+    if codec not in _MINIFLOATS:
+        raise ValueError(f"codec {codec!r} has no table; accepted: {', '.join(CODECS)}")
+    exponent_bits, mantissa_bits, bias, largest = _MINIFLOATS[codec]
+    magnitudes = [_magnitude(code, mantissa_bits, bias) for code in range(largest + 1)]
+    magnitudes += [math.inf] * (codec == "e5m2")
+    magnitudes += [math.nan] * ((1 << (exponent_bits + mantissa_bits)) - len(magnitudes))
+    return (*magnitudes, *(-m for m in magnitudes))
+
+
+def table(codec: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """float64 value of every code: 16 entries for e2m1, 256 for e4m3, e5m2 and e8m0.
+
+    Made anew each time: a cached tensor could be a fake one, left by whatever traced the first call.
+    """
+    return torch.tensor(_values(codec), dtype=torch.float64, device=device)
+
+
+def largest(codec: str) -> float:
+    """The largest finite value of a format that `encode` knows: 6, 448 or 57344."""
+    if codec not in _MINIFLOATS:
+        raise ValueError(f"codec {codec!r} is not known; accepted: {', '.join(_MINIFLOATS)}")
+    return _values(codec)[_MINIFLOATS[codec][3]]
 
 
 def decode(codes: torch.Tensor, codec: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """Values of uint8 codes in `dtype` (float32 holds every value of every format exactly)."""
+    """Values of uint8 codes in `dtype`. An e2m1 code above 15 is an IndexError."""
     return table(codec, codes.device).to(dtype)[codes.long()]
 
 
 def encode(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """Nearest code (ties to even mantissa), saturating to the largest finite value, as uint8. NaN is refused for e2m1."""
-    limit = LARGEST[codec]
-    if codec in _FLOAT8:
-        return values.float().clamp(-limit, limit).to(_FLOAT8[codec]).view(torch.uint8)
-    if bool(values.isnan().any()):
+    """Nearest code of e4m3, e5m2 or e2m1 as uint8: ties to the even code, infinities and what lies beyond saturate to the largest
+    finite value, the sign of zero stays. NaN becomes 0x7f; e2m1 has none, there NaN is a ValueError.
+    """
+    limit = largest(codec)
+    exponent_bits, mantissa_bits, _, _ = _MINIFLOATS[codec]
+    nan = values.isnan()
+    if codec == "e2m1" and bool(nan.any()):
         raise ValueError("values hold NaN, which e2m1 cannot express")
+    grid = table(codec, values.device)[: _MINIFLOATS[codec][3] + 1]
+    midpoints = (grid[1:] + grid[:-1]) / 2  # exact: neighbours differ in one bit below the mantissa
     magnitude = values.double().abs().clamp(max=limit)
-    grid = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64, device=values.device)
-    upper = torch.searchsorted(grid, magnitude).clamp(max=7)
-    lower = (upper - 1).clamp(min=0)
-    to_lower, to_upper = magnitude - grid[lower], grid[upper] - magnitude
-    nearest = torch.where((to_lower < to_upper) | ((to_lower == to_upper) & (lower % 2 == 0)), lower, upper)
-    return (nearest + 8 * (torch.signbit(values) & (nearest > 0))).to(torch.uint8)
+    below = torch.bucketize(magnitude, midpoints)  # a tie counts as below ...
+    above = torch.bucketize(magnitude, midpoints, right=True)  # ... or above
+    code = torch.where(below % 2 == 0, below, above) | (torch.signbit(values).long() << (exponent_bits + mantissa_bits))
+    return torch.where(nan, 0x7F, code).to(torch.uint8)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:

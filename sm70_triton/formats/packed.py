@@ -95,6 +95,8 @@ class PackedWeight:
         if self.data.device.type != "meta":
             scale = self.scale if self.scale_codec in ("f16", "f32") else decode(self.scale, self.scale_codec, torch.float32)
             _finite("scale", scale, positive=False)
+            if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, dtype=torch.int32, device=self.perm.device)):
+                raise ValueError(f"perm does not name each of the {self.k} columns once")
             if self.global_scale is not None:
                 _finite("global_scale", self.global_scale, positive=True)
 

@@ -1,7 +1,8 @@
-"""Tiles of a packed weight as float32: w[n, k] = (decode(data[n, k]) - zero[n, g]) * (scale[n // group_n, g] * global[n]), g = k // group_k.
+"""Tiles of a packed weight as float32: w[n, k] = (decode(data[n, k]) - zero[n, g]) * scale[n // group_n, g] * global[n], g = k // group_k.
 
-Every decode is exact (lib/codec.py). The effective scale is rounded once, to float32, and its product with the code once more;
-nothing is ever kept in fewer than 24 bits, so no scale of a checkpoint can overflow or vanish on the way.
+Every decode is exact (lib/codec.py). A code times an E4M3, E8M0 or FP16 scale fits in 24 bits, so it is exact too and a weight is
+rounded at most once, by its global scale (or by its FP32 scale where there is no global one). Nothing is kept in fewer than 24 bits, so
+no scale of a checkpoint can overflow or vanish on the way.
 """
 import triton
 import triton.language as tl
@@ -82,8 +83,8 @@ def load_weight(
     group = tl.arange(0, GROUPS) + (start_k // GROUP_K if GROUP_K > 0 else 0)
     live = live_n & (group * GROUP_K < K)[None, :]
     raw = tl.load(scale_ptr + rows // GROUP_N * stride_sn + group[None, :], mask=live, other=0)
-    scale = decode_scale(raw, SCALE_CODEC) * global_scale[:, None]
+    scale = decode_scale(raw, SCALE_CODEC)
     if HAS_ZERO:
         zero = tl.load(zero_ptr + rows * stride_zn + group[None, :], mask=live, other=0).to(tl.float32)
         weight -= _spread(zero, BLOCK_N, BLOCK_K, GROUPS)
-    return weight * _spread(scale, BLOCK_N, BLOCK_K, GROUPS)
+    return weight * _spread(scale, BLOCK_N, BLOCK_K, GROUPS) * global_scale[:, None]

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from .. import env
 from ..types import Case, Geometry, Plan, Work
@@ -25,6 +24,14 @@ from . import _kv
 UNIT = 2.0**-24  # half a unit in the last place of float32
 ROUND_FP16 = 2.0**-11
 BLOCK_K = 16  # slice of the head dimension in a score's dot product, the least that tl.dot takes: registers are scarce
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 class AttentionGeometry(Geometry, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +90,7 @@ class AttentionGeometry(Geometry, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def block_d(self) -> int:
         """Head dimension as kernels see it: a power of two, at least the 16 that tl.dot takes."""
-        return max(16, triton.next_power_of_2(self.head_dim))
+        return max(16, next_power_of_2(self.head_dim))
 
 
 class NoPlan(Plan, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,7 +110,7 @@ def check(q, k_cache, v_cache, block_table, seq_lens, *, scale, window, softcap,
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     _kv.require(k_cache.shape[3] == dim, f"k_cache.shape={tuple(k_cache.shape)}: its head dimension must be that of q, {dim}")
-    _kv.require(kv_heads > 0 and heads % kv_heads == 0 and heads > 0, f"q has {heads} heads: it must be a multiple of the cache's {kv_heads} KV heads")
+    _kv.require(min(heads, kv_heads) > 0 and heads % kv_heads == 0, f"q has {heads} heads: a multiple of the cache's {kv_heads} KV heads is accepted")
     _kv.require(
         seq_lens.shape[0] == block_table.shape[0],
         f"seq_lens has {seq_lens.shape[0]} sequences, block_table.shape={tuple(block_table.shape)}",
@@ -153,9 +160,10 @@ def values_are_checked(device: torch.device) -> bool:
 
 
 def geometry_fields(kind, q, k_cache, batch, max_seqlen_k, window, softcap, sinks, alibi_slopes) -> dict[str, Any]:
+    """Lengths are rounded up to powers of two: a server's change with every step, and each geometry is looked up once."""
     return {
         "kv_dtype": kind, "q_heads": q.shape[1], "kv_heads": k_cache.shape[2], "head_dim": q.shape[2], "page_size": k_cache.shape[1],
-        "batch": batch, "kv_len": max_seqlen_k, "window": window or 0, "softcap": softcap is not None, "sinks": sinks is not None,
+        "batch": batch, "kv_len": next_power_of_2(max_seqlen_k), "window": window or 0, "softcap": softcap is not None, "sinks": sinks is not None,
         "alibi": alibi_slopes is not None,
     }  # fmt: skip
 
@@ -300,18 +308,19 @@ def _rows(q, k, v, q_pos, k_pos, t: _Terms, errors: bool) -> tuple[torch.Tensor,
 
 
 def random_cache(
-    geometry: AttentionGeometry, lens: list[tuple[int, int]], *, generator: torch.Generator, device: str, layout: str, spare: int, scaled: bool,
+    geometry: AttentionGeometry, lens: list[tuple[int, int]], *, generator: torch.Generator, device: str, layout: str, spare: int, scaled: bool | str,
     spikes: bool, v_size: float | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """A cache whose pages lie in random order, NaN in every slot that no query may see, and its table, lengths and scales.
+    """A cache whose pages lie in random order, NaN in every slot that no query may see, and its table, lengths and scales
+    (`scaled`: one per KV head, or one for the "tensor").
 
     `layout`: "separate"; "vllm19": kv_cache [pages, 2, page, heads, D].unbind(1); "vllm26": kv_cache [pages, heads, page, 2 D],
     .transpose(1, 2).split(D, -1). Unused table entries are wild. Long caches repeat a block of at most 2^24 random values.
     """
     g, page, heads, dim, kind = generator, geometry.page_size, geometry.kv_heads, geometry.head_dim, geometry.kv_dtype
-    needed = [-(-kv // page) for _, kv in lens]
+    needed = [cdiv(kv, page) for _, kv in lens]
     pages = sum(needed) + spare
-    width = max([-(-geometry.kv_len // page), *needed, 1]) + (1 if spare else 0)
+    width = max([cdiv(geometry.kv_len, page), *needed, 1]) + (1 if spare else 0)
     dtype = torch.float16 if kind == "fp16" else torch.uint8
     if layout == "vllm19":
         k_cache, v_cache = _kv.poison((pages, 2, page, heads, dim), dtype, device).unbind(1)
@@ -412,7 +421,7 @@ def simt_refusal(geometry: AttentionGeometry, block_m: int, block_n: int, num_wa
 
 def simt_shared_bytes(geometry: AttentionGeometry, block_m: int, block_n: int) -> int:
     """float32 q, which Triton keeps there across tiles, the operands of the second dot product, and a row of rescale factors."""
-    width = triton.cdiv(geometry.head_dim, BLOCK_K) * BLOCK_K
+    width = cdiv(geometry.head_dim, BLOCK_K) * BLOCK_K
     return 4 * (block_m * width + block_n * (block_m + geometry.block_d) + block_m)
 
 

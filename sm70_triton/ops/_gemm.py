@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import env
-from ..formats import PackedWeight, dequantize
+from .. import env, formats
+from ..formats import PackedWeight
 from ..lib.dequant import load_weight, round_bf16
 from ..probe import arch_of
 from ..registry import impl, resolve
@@ -189,7 +189,7 @@ _GELU = 1.5957691216057308  # 2 * sqrt(2 / pi)
 
 def _linear64(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """float64 x @ w.T + bias, and the same with every term's magnitude: what rounding errors are proportional to."""
-    wide = dequantize(weight)
+    wide = formats.dequantize(weight)
     x64 = x.double()
     y, size = x64 @ wide.T, x64.abs() @ wide.abs().T
     return (y, size) if bias is None else (y + bias.double(), size + bias.double().abs())
@@ -280,7 +280,7 @@ def random_weight(geometry: GemmGeometry, device: str, g: torch.Generator, *, ex
     if codec in ("e4m3", "e5m2"):  # keep the sign, drop what is not finite
         data = (data & 0x80) | (data & 0x7F).clamp(max=0x7E if codec == "e4m3" else 0x7B)
     scale = _scales(geometry, device, g, exponents)
-    zero = _integers(geometry.scale_shape, 0, 17 if codec == "u4" else 16, device, g) if geometry.zero else None
+    zero = _integers(geometry.scale_shape, 0, 17, device, g) if geometry.zero else None
     global_scale = None
     if geometry.global_scale:
         parts = torch.arange(n) * len(globals_) // n
@@ -293,9 +293,22 @@ def random_weight(geometry: GemmGeometry, device: str, g: torch.Generator, *, ex
     return weight
 
 
+def checkpoint_weight(geometry: GemmGeometry, layout: str, parts: int, g: torch.Generator) -> PackedWeight:
+    """A normal weight rounded into a checkpoint layout and packed, on the CPU: `parts` fused projections, each 8 times the last."""
+    packed = []
+    options: dict[str, Any] = {"group": geometry.group_k} if layout in ("awq", "gptq", "ct_int4") else {}
+    if geometry.perm:
+        options["act_order"] = torch.randperm(geometry.K, generator=g)
+    for part in range(parts):
+        w = torch.randn((geometry.N // parts, geometry.K), generator=g) * (8.0 ** (part - 1) * geometry.K**-0.5)
+        packed.append(formats.pack(layout, formats.quantize(layout, w, **options)))
+    return formats.concat(packed) if parts > 1 else packed[0]
+
+
 def make_inputs(geometry: GemmGeometry, *, seed: int, device: str, bias: str | None = None, amplitude: float = 1.0, strided: bool = False,
-                **weight: Any) -> dict[str, Any]:  # fmt: skip
-    """Random activations N(0, amplitude^2) and a random weight. `strided`: rows of x and out inside wider buffers of NaN."""
+                layout: str | None = None, parts: int = 1, **weight: Any) -> dict[str, Any]:  # fmt: skip
+    """Random activations N(0, amplitude^2) and a weight: with `layout` a checkpoint's, else random codes (`random_weight`).
+    `strided`: rows of x and out inside wider buffers of NaN."""
     g = torch.Generator().manual_seed(seed)
     dtype, rows, k = ACT_DTYPES[geometry.act_dtype], geometry.M, geometry.K
     pad = 8 if strided else 0
@@ -306,8 +319,12 @@ def make_inputs(geometry: GemmGeometry, *, seed: int, device: str, bias: str | N
         x.copy_(_kv.random_normal((rows, k), torch.float32, device, g) * amplitude)
     out = _kv.poison((rows, geometry.columns + pad), dtype, device)[:, : geometry.columns]
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    if layout is None or device == "meta":
+        packed = random_weight(geometry, device, g, **weight)
+    else:
+        packed = checkpoint_weight(geometry, layout, parts, g).to(device)
     return {
-        "x": x, "weight": random_weight(geometry, device, g, **weight), "out": out, "activation": geometry.gated or None,
+        "x": x, "weight": packed, "out": out, "activation": geometry.gated or None,
         "bias": None if bias is None else _kv.random_normal((geometry.N,), dtypes[bias], device, g),
     }
 
@@ -326,15 +343,21 @@ class TorchPlan(Plan, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def decode32(data: torch.Tensor, codec: str) -> torch.Tensor:
-    """Codes -> float32 [N, K], exact. Integer and bit operations over the whole tensor: a CPU does these far faster than look-ups."""
+    """Codes -> float32 [N, K], exact. Small-integer operations over the whole tensor: on a CPU several times faster than look-ups."""
     if codec == "int8":
         return data.view(torch.int8).float()
-    if codec in ("e4m3", "e5m2"):
-        return data.view(torch.float8_e4m3fn if codec == "e4m3" else torch.float8_e5m2).float()
-    nibbles = torch.stack((data & 0xF, data >> 4), -1).view(data.shape[0], -1)
+    if codec == "e5m2":
+        return data.view(torch.float8_e5m2).float()
+    if codec == "e4m3":  # magnitude bits in a half are value * 2^-8; 0x7f must become a NaN
+        wide = data.view(torch.int8).short()
+        magnitude = wide & 0x7F
+        half = (wide & -0x8000) | (magnitude << 7) | (((magnitude + 1) >> 7) * 0x7C00)
+        return half.view(torch.float16).float().mul_(256.0)
+    nibbles = torch.stack((data & 0xF, data >> 4), -1).view(data.shape[0], -1).view(torch.int8)
     if codec == "e2m1":
-        wide = nibbles.short()  # the three magnitude bits in a half are the value * 2^-14
-        return (((wide & 0x8) << 12) | ((wide & 0x7) << 9)).view(torch.float16).float().mul_(16384.0)
+        m = nibbles & 7  # 0 .. 7 mean 0, 1, 2, 3, 4, 6, 8, 12 halves
+        halves = m + (m - 4).clamp_(min=0) + 2 * (m - 6).clamp_(min=0)
+        return halves.mul_(1 - ((nibbles >> 2) & 2)).float().mul_(0.5)
     return nibbles.float() if codec == "u4" else nibbles.float().sub_(8.0)
 
 
@@ -343,8 +366,6 @@ def _launch_torch(plan: TorchPlan, geometry: GemmGeometry, *, x, data, scale, ze
     s = scale.float() if scale.dtype.is_floating_point else decode_scale32(scale, geometry.scale_codec)
     if geometry.group_n > 1:
         s = s.repeat_interleave(geometry.group_n, 0)[:n]
-    if global_scale is not None:
-        s = s * global_scale[:, None]
     weight = decode32(data, geometry.codec)
     if k % group == 0:
         blocks = weight.view(n, k // group, group)
@@ -353,6 +374,8 @@ def _launch_torch(plan: TorchPlan, geometry: GemmGeometry, *, x, data, scale, ze
         blocks *= s[:, :, None]
     else:  # ragged FP8 blocks; they have no zero points
         weight *= s.repeat_interleave(group, 1)[:, :k]
+    if global_scale is not None:
+        weight *= global_scale[:, None]
     wide = x.float() if perm is None else x.float()[:, perm.long()]
     y = wide @ weight.T
     if bias is not None:

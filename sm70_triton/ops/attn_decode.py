@@ -37,7 +37,7 @@ class AttnDecodeGeometry(shared.AttentionGeometry, frozen=True, kw_only=True, fo
 
 def max_splits(batch: int, kv_heads: int, max_seqlen_k: int) -> int:
     """The most splits a plan may use: the workspace is sized for it."""
-    return max(1, min(triton.cdiv(max_seqlen_k, MIN_KEYS), triton.cdiv(2 * TARGET_PROGRAMS, max(1, batch * kv_heads))))
+    return max(1, min(shared.cdiv(shared.next_power_of_2(max_seqlen_k), MIN_KEYS), shared.cdiv(2 * TARGET_PROGRAMS, max(1, batch * kv_heads))))
 
 
 def attn_decode_workspace(*, batch: int, q_heads: int, kv_heads: int, head_dim: int, max_seqlen_k: int) -> int:
@@ -101,7 +101,7 @@ def make_inputs(
     size = attn_decode_workspace(batch=len(pairs), q_heads=shape[1], kv_heads=geometry.kv_heads, head_dim=shape[2], max_seqlen_k=geometry.kv_len)
     return {
         "q": _kv.random_normal(shape, torch.float16, device, g),
-        **shared.random_cache(geometry, pairs, generator=g, device=device, layout=layout, spare=spare, scaled=bool(scaled) and scaled,
+        **shared.random_cache(geometry, pairs, generator=g, device=device, layout=layout, spare=spare, scaled=scaled,
                               spikes=spikes, v_size=v_size),
         "max_seqlen_k": geometry.kv_len, "scale": scale, **shared.random_features(geometry, g, device),
         "out": _kv.poison(shape, torch.float16, device), "lse": _kv.poison(shape[:2], torch.float32, device) if lse else None,
@@ -118,11 +118,11 @@ def _g(q_heads: int, kv_heads: int, head_dim: int, batch: int, kv_len: int, page
 
 
 CASES = shared.cases(AttnDecodeGeometry, [
+    ("splits_9q_3kv_d64", _g(9, 3, 64, 1, 300), {}),
     ("empty_batch", _g(2, 2, 64, 0, 0), {}),
     ("zero_length", _g(2, 1, 64, 2, 0), {}),
     ("one_key", _g(3, 1, 16, 1, 1), {}),
     ("one_split_9q_3kv_d64", _g(9, 3, 64, 1, 60), {}),
-    ("splits_9q_3kv_d64", _g(9, 3, 64, 1, 300), {}),
     ("mixed_lengths", _g(4, 2, 64, 5, 200), {"lens": (200, 0, 1, 65, 33)}),
     ("own_workspace", _g(4, 2, 32, 2, 150, 5), {"lens": (150, 77), "workspace": False, "lse": False}),
     ("short_under_a_long_plan", _g(2, 1, 64, 3, 2000), {"lens": (3, 60, 0)}),
@@ -303,7 +303,7 @@ def _attn_decode_simt_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(slope_ptr + head, mask=live, other=0.0) * LOG2E
-    acc, top, total = attend(
+    acc, top, total = attend(  # pyright: ignore[reportGeneralTypeIssues]
         q_ptr, sequence * stride_qt + head * stride_qh, live, length - 1 + row * 0, slope, begin, end, k_ptr + kv_head * stride_kh,
         v_ptr + kv_head * stride_vh, table_ptr + sequence * stride_b, pages, qk_scale * head_scale(k_scale_ptr, kv_head, K_SCALE), cap, window,
         stride_kp, stride_ko, stride_vp, stride_vo, PAGE, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_K, KV_DTYPE, True, WINDOW, SOFTCAP, ALIBI,
@@ -363,13 +363,13 @@ def _attn_decode_merge_kernel(
 
 def _candidates(geometry: AttnDecodeGeometry, arch: int) -> Iterable[SimtPlan]:
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
-    splits = sorted({1, most, *(min(most, max(1, triton.cdiv(TARGET_PROGRAMS * n, 2 * geometry.batch * geometry.kv_heads))) for n in (1, 2, 3))})
+    splits = sorted({1, most, *(min(most, max(1, shared.cdiv(TARGET_PROGRAMS * n, 2 * geometry.batch * geometry.kv_heads))) for n in (1, 2, 3))})
     return [SimtPlan(block_n=n, num_warps=w, num_splits=s) for s in splits for n in (16, 32, 64) for w in (2, 4, 8)]
 
 
 def _default(geometry: AttnDecodeGeometry, arch: int) -> SimtPlan:
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
-    splits = min(most, triton.cdiv(TARGET_PROGRAMS, max(1, geometry.batch * geometry.kv_heads)))
+    splits = min(most, shared.cdiv(TARGET_PROGRAMS, max(1, geometry.batch * geometry.kv_heads)))
     return SimtPlan(block_n=32 if geometry.block_d <= 128 else 16, num_warps=4, num_splits=splits)
 
 
@@ -377,7 +377,7 @@ def _feasible(plan: SimtPlan, geometry: AttnDecodeGeometry, arch: int) -> str | 
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
     if not 1 <= plan.num_splits <= most:
         return f"num_splits={plan.num_splits}: the workspace has room for 1 to {most}"
-    return shared.simt_refusal(geometry, triton.next_power_of_2(geometry.group), plan.block_n, plan.num_warps)
+    return shared.simt_refusal(geometry, shared.next_power_of_2(geometry.group), plan.block_n, plan.num_warps)
 
 
 @impl(OP, "simt", rev=1, needs=Needs(min_arch=70, packages=("triton",)), arithmetic=ARITHMETIC, plan=SimtPlan, priority=10, feasible=_feasible,
@@ -394,7 +394,7 @@ def _launch_simt(plan: SimtPlan, geometry: AttnDecodeGeometry, *, q, k_cache, v_
         q, k_cache, v_cache, block_table, seq_lens, sinks, alibi_slopes, k_scale, v_scale, out, lse, part, stat,
         shared.table_room(block_table, geometry.page_size), k_cache.shape[0], geometry.window, plan.num_splits, qk_scale, cap,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        block_table.stride(0), *written[2:], BLOCK_M=triton.next_power_of_2(geometry.group), BLOCK_N=plan.block_n, LSE=lse is not None,
+        block_table.stride(0), *written[2:], BLOCK_M=shared.next_power_of_2(geometry.group), BLOCK_N=plan.block_n, LSE=lse is not None,
         SPLIT=split, **constants, num_warps=plan.num_warps, num_stages=1,
     )  # fmt: skip
     if split:

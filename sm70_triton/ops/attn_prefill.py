@@ -91,7 +91,7 @@ def make_inputs(
     shape = (int(bounds[-1]) + padding, geometry.q_heads, geometry.head_dim)
     return {
         "q": _kv.random_normal(shape, torch.float16, device, g),
-        **shared.random_cache(geometry, pairs, generator=g, device=device, layout=layout, spare=spare, scaled=bool(scaled) and scaled,
+        **shared.random_cache(geometry, pairs, generator=g, device=device, layout=layout, spare=spare, scaled=scaled,
                               spikes=spikes, v_size=v_size),
         "cu_seqlens_q": bounds.to(device), "max_seqlen_q": geometry.q_len, "max_seqlen_k": geometry.kv_len, "scale": scale,
         "causal": geometry.causal, **shared.random_features(geometry, g, device), "out": _kv.poison(shape, torch.float16, device),
@@ -110,17 +110,17 @@ def _g(q_heads: int, kv_heads: int, head_dim: int, batch: int, q_len: int, kv_le
 MIXED = ((3, 40), (1, 1), (0, 0), (17, 17), (0, 9), (1, 33), (5, 0))
 
 CASES = shared.cases(AttnPrefillGeometry, [
+    ("prompt_9q_3kv_d64", _g(9, 3, 64, 1, 37, 37), {}),
     ("empty_batch", _g(2, 2, 64, 0, 0, 0), {}),
     ("no_tokens", _g(2, 2, 64, 2, 0, 20), {}),
     ("one_token", _g(3, 1, 16, 1, 1, 1), {}),
     ("zero_length", _g(2, 1, 64, 2, 4, 0), {}),
-    ("prompt_9q_3kv_d64", _g(9, 3, 64, 1, 37, 37), {}),
     ("mixed_lengths", _g(6, 1, 64, 7, 17, 40), {"lens": MIXED}),
     ("mixed_lengths_padded_rows", _g(4, 4, 32, 7, 17, 40, 5), {"lens": MIXED, "padding": 3, "lse": False}),
     ("chunk_after_prefix_gqa5_d80", _g(5, 1, 80, 1, 9, 71, 5), {}),
     ("page_1_d72_gqa7", _g(14, 2, 72, 2, 5, 21, 1), {"lens": ((5, 21), (2, 8))}),
     ("gqa6_d256_e4m3", _g(6, 1, 256, 1, 5, 40, kv_dtype="e4m3"), {"scaled": True}),
-    ("page_784_window_gqa6_d256_e4m3", _g(6, 1, 256, 1, 30, 800, 784, kv_dtype="e4m3", window=25), {"scaled": True, "layout": "vllm26"}),
+    ("page_784_window_gqa6_d256_e4m3", _g(6, 1, 256, 1, 12, 800, 784, kv_dtype="e4m3", window=25), {"scaled": True, "layout": "vllm26"}),
     ("d128_gqa8_vllm26", _g(16, 2, 128, 2, 6, 30), {"lens": ((6, 30), (3, 3)), "layout": "vllm26"}),
     ("d96_vllm19_e5m2", _g(4, 2, 96, 2, 6, 30, kv_dtype="e5m2"), {"lens": ((6, 30), (3, 3)), "layout": "vllm19", "scaled": True}),
     ("d192_e4m3_vllm26_one_scale", _g(4, 2, 192, 1, 4, 19, kv_dtype="e4m3"), {"layout": "vllm26", "scaled": "tensor"}),
@@ -166,13 +166,14 @@ def run(
     if batch == 0 or q.shape[0] == 0 or max_seqlen_q == 0:
         return
     geometry = AttnPrefillGeometry(
-        **shared.geometry_fields(kind, q, k_cache, batch, max_seqlen_k, window, softcap, sinks, alibi_slopes), q_len=max_seqlen_q, causal=causal,
+        **shared.geometry_fields(kind, q, k_cache, batch, max_seqlen_k, window, softcap, sinks, alibi_slopes),
+        q_len=shared.next_power_of_2(max_seqlen_q), causal=causal,
     )  # fmt: skip
     route = resolve(OP, geometry, arch_of(q.device))
     route.impl.launch(
         route.plan, geometry, q=q, k_cache=_kv.as_bytes(k_cache), v_cache=_kv.as_bytes(v_cache), block_table=block_table, seq_lens=seq_lens,
         cu_seqlens_q=cu_seqlens_q, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
-        out=out, lse=lse,
+        out=out, lse=lse, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
 
 
@@ -265,7 +266,7 @@ ARITHMETIC = Arithmetic(qk_accum_bits=32, pv_accum_bits=32)
 @impl(OP, "torch", rev=1, needs=Needs(min_arch=0), arithmetic=ARITHMETIC, plan=shared.NoPlan, automatic=False,
       default=lambda geometry, arch: shared.NoPlan(), candidates=lambda geometry, arch: [shared.NoPlan()])
 def _launch_torch(plan: shared.NoPlan, geometry: AttnPrefillGeometry, *, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale,
-                  softcap, sinks, alibi_slopes, k_scale, v_scale, out, lse) -> None:  # fmt: skip
+                  softcap, sinks, alibi_slopes, k_scale, v_scale, out, lse, max_seqlen_q) -> None:  # fmt: skip
     parts = shared.compute(
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q.tolist(), scale=scale, causal=geometry.causal, window=geometry.window or None,
         softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
@@ -320,7 +321,7 @@ def _attn_prefill_simt_kernel(
     if SINKS:
         sink = tl.load(sink_ptr + head) * LOG2E
     at = (first_token + token).to(tl.int64)
-    acc, top, total = attend(
+    acc, top, total = attend(  # pyright: ignore[reportGeneralTypeIssues]
         q_ptr, at * stride_qt + head * stride_qh, live, q_pos, slope, begin, end, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
         table_ptr + sequence.to(tl.int64) * stride_b, pages, scale, cap, window, stride_kp, stride_ko, stride_vp, stride_vo,
         PAGE, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_K, KV_DTYPE, CAUSAL, WINDOW, SOFTCAP, ALIBI,
@@ -338,7 +339,7 @@ def _candidates(geometry: AttnPrefillGeometry, arch: int) -> Iterable[SimtPlan]:
 
 def _default(geometry: AttnPrefillGeometry, arch: int) -> SimtPlan:
     # Measured with aot.usage for sm_70: the largest tiles that never spill; masked head dimensions hold more addresses.
-    rows = triton.next_power_of_2(max(1, geometry.q_len) * geometry.group)
+    rows = shared.next_power_of_2(shared.next_power_of_2(geometry.q_len) * geometry.group)
     most = min(64, 8192 // geometry.block_d) // (1 if geometry.head_dim == geometry.block_d else 2)
     block_m = max(16, min(rows, most))
     return SimtPlan(block_m=block_m, block_n=16, num_warps=8 if block_m * geometry.block_d >= 4096 else 4)
@@ -351,9 +352,9 @@ def _feasible(plan: SimtPlan, geometry: AttnPrefillGeometry, arch: int) -> str |
 @impl(OP, "simt", rev=1, needs=Needs(min_arch=70, packages=("triton",)), arithmetic=ARITHMETIC, plan=SimtPlan, priority=10, feasible=_feasible,
       default=_default, candidates=_candidates)
 def _launch_simt(plan: SimtPlan, geometry: AttnPrefillGeometry, *, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale, softcap, sinks,
-                 alibi_slopes, k_scale, v_scale, out, lse) -> None:  # fmt: skip
+                 alibi_slopes, k_scale, v_scale, out, lse, max_seqlen_q) -> None:  # fmt: skip
     qk_scale, cap = shared.score_values(geometry, scale, softcap)
-    tiles = triton.cdiv(geometry.q_len * geometry.group, plan.block_m)
+    tiles = shared.cdiv(max_seqlen_q * geometry.group, plan.block_m)
     _attn_prefill_simt_kernel[(tiles * geometry.batch, geometry.kv_heads)](
         q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, sinks, alibi_slopes, k_scale, v_scale, out, lse,
         q.shape[0], tiles, geometry.batch, shared.table_room(block_table, geometry.page_size), k_cache.shape[0], geometry.window, qk_scale, cap,

@@ -58,6 +58,15 @@ CASES = [
     _case("int4_m7_g32_act_order", 7, 40, 96, "int4", group=32, perm=True),
     _case("int4_m31_channel_k90_bf16", 31, 72, 90, "int4", group=-1, act_dtype="bf16"),
     _case("int4_m3_g48", 3, 40, 144, "int4", group=48),
+    # Weights that went through a checkpoint's layout; fused parts differ in size by 8, so in their global scales.
+    _case("ct_nvfp4_m3_fused", 3, 96, 192, "nvfp4", layout="nvfp4_compressed_tensors", parts=3),
+    _case("modelopt_nvfp4_m8_fused_silu", 8, 80, 96, "nvfp4", gated="silu", layout="nvfp4_modelopt", parts=2),
+    _case("mx_m2", 2, 40, 96, "mxfp4", layout="mxfp4"),
+    _case("awq_m7_g64_fused", 7, 48, 192, "awq", group=64, layout="awq", parts=3),
+    _case("gptq_m1_g32", 1, 40, 96, "gptq", group=32, layout="gptq"),
+    _case("gptq_m16_g64_act_order", 16, 40, 192, "gptq", group=64, perm=True, layout="gptq"),
+    _case("ct_int4_m2_g32_bf16", 2, 40, 96, "int4", group=32, act_dtype="bf16", layout="ct_int4", parts=2),
+    _case("ct_int4_m3_channel", 3, 40, 104, "int4", group=-1, layout="ct_int4"),
     # Local projections of 8B and 27B dense models over several splits.
     _case("nvfp4_m1_n28672_k4096_silu", 1, 28672, 4096, "nvfp4", gated="silu", production=True),
     _case("nvfp4_m512_n28672_k4096_silu", 512, 28672, 4096, "nvfp4", gated="silu", production=True),

@@ -50,6 +50,11 @@ CASES = [
     _case("int8_m2_k90", 2, 40, 90, "int8"),
     _case("int8_m16_bias", 16, 72, 160, "int8", bias="fp32"),
     _case("int8_m3_gelu", 3, 40, 104, "int8", gated="gelu_tanh"),
+    # Weights that went through a checkpoint's layout; fused parts differ in size by 8, so in their scales.
+    _case("tensor_m3_fused", 3, 120, 96, "fp8_tensor", layout="fp8_tensor", parts=3),
+    _case("channel_m8_fused_silu_bf16", 8, 80, 77, "fp8_channel", gated="silu", act_dtype="bf16", layout="fp8_channel", parts=2),
+    _case("block_m2_fused", 2, 256, 200, "fp8_block", layout="fp8_block", parts=2),
+    _case("ct_int8_m7", 7, 41, 96, "int8", layout="int8"),
     # Local projections of 8B and 27B dense models over several splits.
     _case("fp8_m1_n28672_k4096_silu", 1, 28672, 4096, "fp8", gated="silu", production=True),
     _case("fp8_m8192_n6144_k4096", 8192, 6144, 4096, "fp8", production=True),
