@@ -88,7 +88,7 @@ def weight_format(config: Mapping[str, Any]) -> dict[str, Any] | None:
             if (bits, kind) == (4, "int"):
                 return {"op": "gemm_w4a16", "format": "int4", **({"group": int(size)} if size else {})}
             if (bits, kind) == (8, "float"):
-                strategy = weights.get("strategy")
+                strategy = str(weights.get("strategy"))
                 return {"op": "gemm_w8a16", "format": {"block": "fp8_block", "tensor": "fp8_tensor"}.get(strategy, "fp8_channel")}
             if (bits, kind) == (8, "int"):
                 return {"op": "gemm_w8a16", "format": "int8"}

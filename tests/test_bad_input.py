@@ -17,12 +17,12 @@ def inputs_of(name, case=None, device="cpu"):
 
 
 def refuse(op, inputs, message, kind=(ValueError, TypeError)):
-    before = {n: inputs[n].clone() for n in op.outputs if isinstance(inputs.get(n), torch.Tensor)}
+    before = {n: inputs[n].clone() for n in op.outputs if isinstance(inputs.get(n), torch.Tensor) and not inputs[n].is_meta}
     with pytest.raises(kind, match=message):
         op.call(**inputs)
     for name, value in before.items():
         got = inputs[name]
-        assert got.shape != value.shape or torch.equal(got.nan_to_num(), value.nan_to_num()), f"{name} was written before the refusal"
+        assert got.is_meta or got.shape != value.shape or torch.equal(got.nan_to_num(), value.nan_to_num()), f"{name} was written before the refusal"
 
 
 TENSORS = [
@@ -105,7 +105,7 @@ def test_scalars_out_of_range(name, argument, value, message):
 def test_prefill_lengths_must_ascend():
     op, inputs = inputs_of("attn_prefill")
     spoiled = inputs["cu_seqlens_q"].clone()
-    spoiled[-1] -= 1
+    spoiled[-1] = -1
     inputs["cu_seqlens_q"] = spoiled
     refuse(op, inputs, "cu_seqlens_q")
 

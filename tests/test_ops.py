@@ -96,11 +96,13 @@ def test_launch_allocates_nothing(op, case, device, seed):
 
 
 def _copy_into(static, fresh):
-    """Overwrite tensors a graph has captured; None if a shape depends on the seed."""
+    """Overwrite the tensors that a graph has captured; what is not a tensor (weights, sizes, switches) stays. False if a shape differs."""
     for name, value in static.items():
-        if isinstance(value, torch.Tensor):
-            if value.shape != fresh[name].shape:
-                return False
+        if not isinstance(value, torch.Tensor):
+            fresh[name] = value
+        elif value.shape != fresh[name].shape:
+            return False
+        else:
             value.copy_(fresh[name])
     return True
 

@@ -55,16 +55,19 @@ def pack(layout: str, tensors: Mapping[str, torch.Tensor], **options: Any) -> Pa
 
 def unpack(weight: PackedWeight) -> dict[str, torch.Tensor]:
     """The checkpoint tensors that `weight` was packed from, bit for bit. Raises ValueError for a weight made otherwise (`concat`)."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight is accepted")
     name = weight.source.get("layout")
     if name not in LAYOUTS:
         raise ValueError(f"this weight came from {name!r}, not from a checkpoint layout; unpack the parts before joining them")
-    return LAYOUTS[name].unpack(weight)
+    # Provenance stays where the checkpoint was read; the tensors go where the weight is.
+    return {key: tensor.to(weight.data.device) for key, tensor in LAYOUTS[name].unpack(weight).items()}
 
 
 def quantize(layout: str, w: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
     """Round a float weight [N, K] to nearest, in the checkpoint tensors of `layout`: for tests and demonstrations."""
-    if w.ndim != 2 or not w.is_floating_point():
-        raise ValueError(f"w has dtype {w.dtype} and shape {tuple(w.shape)}; a float [N, K] is accepted")
-    if not bool(w.isfinite().all()):
-        raise ValueError("w holds NaN or infinities, which cannot be quantised")
-    return _layout(layout).quantize(w, **options)
+    if w.ndim != 2 or 0 in w.shape or not w.is_floating_point():
+        raise ValueError(f"w has dtype {w.dtype} and shape {tuple(w.shape)}; a float [N, K] with N, K > 0 is accepted")
+    if not bool(w.float().isfinite().all()):
+        raise ValueError("w holds NaN, or values that are infinite in float32, which cannot be quantised")
+    return _layout(layout).quantize(w.float(), **options)

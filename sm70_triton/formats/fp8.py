@@ -3,8 +3,9 @@
     fp8_tensor   weight float8_e4m3fn [N, K], weight_scale float32: one element, or one per fused part (`parts` gives their rows)
     fp8_channel  weight float8_e4m3fn [N, K], weight_scale [N, 1] or [N]
     fp8_block    weight float8_e4m3fn [N, K], weight_scale_inv [ceil(N/128), ceil(K/128)]: multiplied, despite its name
+                 (compressed-tensors calls the same scales weight_scale)
 
-Scales may be float32 or bfloat16. Weight bytes 0x7f and 0xff are NaN, and stay NaN.
+Scales may be float32, bfloat16 or float16. Weight bytes 0x7f and 0xff are NaN, and stay NaN.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .codecs import encode
 from .packed import PackedWeight
 
 WEIGHT = {"weight": (2, (torch.float8_e4m3fn,))}
-INPUT = {"input_scale": (None, check.F32)}
+INPUT = {"input_scale": (None, check.SCALES)}
 
 
 def _packed(layout: str, tensors: Mapping[str, torch.Tensor], name: str, scale: torch.Tensor, group_n: int, group_k: int) -> PackedWeight:
@@ -25,13 +26,13 @@ def _packed(layout: str, tensors: Mapping[str, torch.Tensor], name: str, scale: 
     values, codec = check.kernel_scale(scale)
     return PackedWeight(
         codec="e4m3", n=weight.shape[0], k=weight.shape[1], group_n=group_n, group_k=group_k, data=weight.view(torch.uint8), scale=values,
-        scale_codec=codec, source={"layout": layout, "name": name, "scale": tensors[name], "input": tensors.get("input_scale")},
+        scale_codec=codec, source={"layout": layout, "scale_name": name, "scale": tensors[name], "input": tensors.get("input_scale")},
     )  # fmt: skip
 
 
 def _unpack(weight: PackedWeight, layout: str) -> dict[str, torch.Tensor]:
     check.layout_of(weight.source, layout)
-    tensors = {"weight": weight.data.view(torch.float8_e4m3fn), weight.source["name"]: weight.source["scale"]}
+    tensors = {"weight": weight.data.view(torch.float8_e4m3fn), weight.source["scale_name"]: weight.source["scale"]}
     if weight.source["input"] is not None:
         tensors["input_scale"] = weight.source["input"]
     return tensors
@@ -43,7 +44,7 @@ def pack_tensor(tensors: Mapping[str, torch.Tensor], parts: Sequence[int] | None
     n, k = tensors["weight"].shape
     scale = tensors["weight_scale"].reshape(-1)
     rows = [n] if parts is None else list(parts)
-    if sum(rows) != n or min(rows) < 1:
+    if not rows or sum(rows) != n or min(rows) < 1:
         raise ValueError(f"fp8_tensor: parts={rows} must be positive and add up to N={n}")
     check.shape("fp8_tensor", "weight_scale", scale, (len(rows),))
     spread = scale.repeat_interleave(torch.tensor(rows, device=scale.device))[:, None]
@@ -65,15 +66,20 @@ def unpack_channel(weight: PackedWeight) -> dict[str, torch.Tensor]:
     return _unpack(weight, "fp8_channel")
 
 
+def _block(block: tuple[int, int]) -> tuple[int, int]:
+    if len(block) != 2 or min(block) < 1:
+        raise ValueError(f"fp8_block: block={block}; two positive sizes, rows and columns, are accepted")
+    return block
+
+
 def pack_block(tensors: Mapping[str, torch.Tensor], block: tuple[int, int] = (128, 128)) -> PackedWeight:
     """`block` is (rows, columns) per scale, `weight_block_size` in the checkpoint's config."""
-    check.take("fp8_block", tensors, {**WEIGHT, "weight_scale_inv": (2, check.SCALES)}, INPUT)
+    name = "weight_scale" if "weight_scale" in tensors and "weight_scale_inv" not in tensors else "weight_scale_inv"
+    check.take("fp8_block", tensors, {**WEIGHT, name: (2, check.SCALES)}, INPUT)
     n, k = tensors["weight"].shape
-    rows, columns = block
-    if rows < 1 or columns < 1:
-        raise ValueError(f"fp8_block: block={block}; positive sizes are accepted")
-    check.shape("fp8_block", "weight_scale_inv", tensors["weight_scale_inv"], (-(-n // rows), -(-k // columns)))
-    return _packed("fp8_block", tensors, "weight_scale_inv", tensors["weight_scale_inv"], rows, columns)
+    rows, columns = _block(block)
+    check.shape("fp8_block", name, tensors[name], (-(-n // rows), -(-k // columns)))
+    return _packed("fp8_block", tensors, name, tensors[name], rows, columns)
 
 
 def unpack_block(weight: PackedWeight) -> dict[str, torch.Tensor]:
@@ -86,7 +92,8 @@ def _codes(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _scale(amax: torch.Tensor) -> torch.Tensor:
     """The scale that maps the largest magnitude to 448; 1 for a block of zeros."""
-    return torch.where(amax > 0, amax.float() / 448, 1.0)
+    scale = amax / 448
+    return torch.where(scale > 0, scale, 1.0)
 
 
 def quantize_tensor(w: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -101,7 +108,7 @@ def quantize_channel(w: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def quantize_block(w: torch.Tensor, block: tuple[int, int] = (128, 128)) -> dict[str, torch.Tensor]:
     n, k = w.shape
-    rows, columns = block
+    rows, columns = _block(block)
     padded = torch.zeros(-(-n // rows) * rows, -(-k // columns) * columns, dtype=torch.float32, device=w.device)
     padded[:n, :k] = w
     scale = _scale(padded.reshape(-(-n // rows), rows, -(-k // columns), columns).abs().amax((1, 3)))

@@ -22,15 +22,15 @@ E4M3 = (torch.float8_e4m3fn,)
 
 def _pack(layout: str, names: tuple[str, str, str], tensors: Mapping[str, torch.Tensor], input_name: str, divisor: bool) -> PackedWeight:
     codes_name, scale_name, global_name = names
-    check.take(layout, tensors, {codes_name: (2, (torch.uint8,)), scale_name: (2, E4M3), global_name: (None, check.F32)}, {input_name: (None, check.F32)})
+    check.take(layout, tensors, {codes_name: (2, (torch.uint8,)), scale_name: (2, E4M3), global_name: (None, check.F32)}, {input_name: (None, check.SCALES)})
     data, scale = tensors[codes_name].contiguous(), tensors[scale_name].contiguous()
     n, k = data.shape[0], 2 * data.shape[1]
     check.shape(layout, scale_name, scale, (n, check.groups_of(layout, k, GROUP)))
     stored = check.scalar(layout, global_name, tensors[global_name])
-    if stored.device.type != "meta" and not (bool(stored.isfinite()) and bool(stored > 0)):
-        raise ValueError(f"{layout}: {global_name}={stored.item()!r}; a finite positive number is accepted")
     multiplier = 1.0 / stored if divisor else stored
-    source = {"layout": layout, "global": tensors[global_name], "input": tensors.get(input_name)}
+    if stored.device.type != "meta" and not bool(multiplier.isfinite()):
+        raise ValueError(f"{layout}: {global_name}={stored.item()!r}: its reciprocal is beyond float32")
+    source = {"layout": layout, "scale_name": scale_name, "global": tensors[global_name], "input": tensors.get(input_name)}
     return PackedWeight(
         codec="e2m1", n=n, k=k, group_n=1, group_k=GROUP, data=data, scale=scale.view(torch.uint8), scale_codec="e4m3",
         global_scale=multiplier.expand(n).contiguous(), source=source,

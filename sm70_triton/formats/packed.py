@@ -7,23 +7,20 @@ from typing import Any
 
 import torch
 
+from ._int4 import original_order
 from .codecs import decode, unpack_nibbles
 
 CODECS = ("e2m1", "u4", "u4b8", "e4m3", "e5m2", "int8")
 SCALE_CODECS = {"e4m3": torch.uint8, "e8m0": torch.uint8, "f16": torch.float16, "f32": torch.float32}
 
 
-def _finite(name: str, values: torch.Tensor, positive: bool) -> None:
-    """Refuse scales that no honest checkpoint holds; checked once, at load."""
-    if values.device.type == "meta" or values.numel() == 0:
-        return
-    bad = ~values.isfinite()
-    if positive:
-        bad |= values <= 0
+def _refuse(name: str, values: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
+    """Refuse values that no honest checkpoint holds; looked for once, when a weight is made."""
     if bool(bad.any()):
-        first = tuple(int(i) for i in bad.nonzero()[0])
-        accepted = "finite and positive" if positive else "finite"
-        raise ValueError(f"{name} holds {int(bad.sum())} values that are not {accepted}, the first at {list(first)}: {values[first].item()!r}")
+        first = bad.nonzero()[0].tolist()
+        value = values[tuple(first)].item()
+        stored = f"0x{value:02x}" if values.dtype == torch.uint8 else repr(value)
+        raise ValueError(f"{name} holds {int(bad.sum())} of {bad.numel()} values that are not {accepted}, the first at {first}: {stored}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +38,9 @@ class PackedWeight:
         source: what the layout's `unpack` needs to give the checkpoint's tensors back bit for bit.
 
     Raises:
-        TypeError, ValueError: a field of the wrong dtype or shape, or a scale that is NaN, infinite or (global) not positive.
+        TypeError, ValueError: a field of the wrong type, dtype, shape or device; a scale that is NaN, infinite or, as an E4M3 byte, negative; a
+            global scale that is not finite and positive; a perm that is no permutation. Negative float scales are legitimate: some
+            INT4 quantisers pick the sign that uses the code -8. Scales of zero are, too: blocks of zeros have them.
     """
 
     codec: str
@@ -80,8 +79,10 @@ class PackedWeight:
         }
         for name, (shape, dtype) in expected.items():
             tensor = getattr(self, name)
-            if tensor is None:
+            if tensor is None and name not in ("data", "scale"):
                 continue
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is accepted")
             if tensor.dtype != dtype:
                 raise TypeError(f"{name}.dtype={tensor.dtype}; {dtype} is accepted")
             if tuple(tensor.shape) != shape:
@@ -93,15 +94,28 @@ class PackedWeight:
         if (self.codec == "u4") != (self.zero is not None):
             raise ValueError(f"codec={self.codec!r} with zero={'None' if self.zero is None else 'a tensor'}: zero belongs to u4 and only to u4")
         if self.data.device.type != "meta":
-            scale = self.scale if self.scale_codec in ("f16", "f32") else decode(self.scale, self.scale_codec, torch.float32)
-            _finite("scale", scale, positive=False)
-            if self.perm is not None and not torch.equal(self.perm.sort().values, torch.arange(self.k, dtype=torch.int32, device=self.perm.device)):
-                raise ValueError(f"perm does not name each of the {self.k} columns once")
-            if self.global_scale is not None:
-                _finite("global_scale", self.global_scale, positive=True)
+            self._check_values()
+
+    def _check_values(self) -> None:
+        name = self.source.get("scale_name", "scale")  # what the checkpoint calls it
+        if self.scale_codec == "e4m3":  # NVFP4 means them as unsigned; -0 does no harm
+            bad = ((self.scale & 0x7F) == 0x7F) | (self.scale > 0x80)
+            _refuse(name, self.scale, bad, "finite and not negative (E4M3 bytes 0x00 to 0x7e)")
+        elif self.scale_codec == "e8m0":
+            _refuse(name, self.scale, self.scale == 0xFF, "finite (E8M0 bytes 0x00 to 0xfe)")
+        else:
+            _refuse(name, self.scale, ~self.scale.isfinite(), "finite")
+        if self.global_scale is not None:
+            bad = ~(self.global_scale.isfinite() & (self.global_scale > 0))
+            _refuse("global_scale", self.global_scale, bad, "finite and positive")
+        if self.perm is not None:
+            expected = torch.arange(self.k, dtype=torch.int32, device=self.perm.device)
+            if not torch.equal(self.perm.sort().values, expected):
+                raise ValueError(f"perm is not a permutation: each of 0 to {self.k - 1} must be there once")
 
     @property
     def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
         return 4 if self.codec in ("e2m1", "u4", "u4b8") else 8
 
     @property
@@ -119,7 +133,7 @@ class PackedWeight:
 def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """The real weight [n, k] in the checkpoint's column order. float64 products are exact; other dtypes round at the end.
 
-    The specification that kernels are checked against: value = code * scale * global_scale.
+    The specification that kernels are checked against: value = code * scale * global_scale. NaN codes (FP8) give NaN.
     """
     if weight.bits == 4:
         codes = unpack_nibbles(weight.data)
@@ -137,11 +151,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float64) -> torc
     values *= scale.repeat_interleave(weight.group_n, 0)[: weight.n].repeat_interleave(weight.group_k, 1)[:, : weight.k]
     if weight.global_scale is not None:
         values *= weight.global_scale.double()[:, None]
-    if weight.perm is not None:
-        ordered = torch.empty_like(values)
-        ordered[:, weight.perm.long()] = values
-        values = ordered
-    return values.to(dtype)
+    return original_order(values, weight.perm).to(dtype)
 
 
 def concat(parts: Sequence[PackedWeight]) -> PackedWeight:
@@ -154,6 +164,10 @@ def concat(parts: Sequence[PackedWeight]) -> PackedWeight:
         raise ValueError("parts is empty; at least one weight is needed")
     first = parts[0]
     for index, part in enumerate(parts):
+        if not isinstance(part, PackedWeight):
+            raise TypeError(f"parts[{index}] is a {type(part).__name__}; a PackedWeight is accepted")
+        if part.data.device != first.data.device:
+            raise ValueError(f"parts[{index}] is on {part.data.device}, parts[0] on {first.data.device}; all must be on one device")
         for name in ("codec", "k", "group_n", "group_k", "scale_codec"):
             if getattr(part, name) != getattr(first, name):
                 raise ValueError(f"parts[{index}].{name}={getattr(part, name)!r} differs from parts[0].{name}={getattr(first, name)!r}")
@@ -161,13 +175,12 @@ def concat(parts: Sequence[PackedWeight]) -> PackedWeight:
             raise ValueError(f"parts[{index}].perm differs from parts[0].perm: their columns are in another order")
         if index < len(parts) - 1 and part.n % part.group_n:
             raise ValueError(f"parts[{index}].n={part.n} is not a multiple of its block of {part.group_n} rows")
-    one = torch.ones
     has_global = any(p.global_scale is not None for p in parts)
-    globals_ = [p.global_scale if p.global_scale is not None else one(p.n, device=p.data.device) for p in parts]
+    globals_ = [p.global_scale if p.global_scale is not None else torch.ones(p.n, device=p.data.device) for p in parts]
     return PackedWeight(
         codec=first.codec, n=sum(p.n for p in parts), k=first.k, group_n=first.group_n, group_k=first.group_k,
         data=torch.cat([p.data for p in parts]), scale=torch.cat([p.scale for p in parts]), scale_codec=first.scale_codec,
         zero=torch.cat([p.zero for p in parts if p.zero is not None]) if first.zero is not None else None,
         global_scale=torch.cat(globals_) if has_global else None, perm=first.perm,
-        source={"layout": "concat", "parts": tuple((p.n, p.source) for p in parts)},
+        source={"layout": "concat"},
     )  # fmt: skip

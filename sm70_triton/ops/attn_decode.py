@@ -290,7 +290,7 @@ def _attn_decode_simt_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.maximum(tl.load(len_ptr + sequence), 0)
-    begin, end = key_range(length - 1, length - 1, tl.minimum(length, room), window, True, WINDOW)
+    begin, end = key_range(length - 1, length - 1, tl.minimum(length, room), window, True, WINDOW)  # pyright: ignore[reportGeneralTypeIssues]
     if SPLIT:  # whole tiles, as evenly as they go
         first_tile = begin // BLOCK_N
         each = tl.cdiv(tl.cdiv(end, BLOCK_N) - first_tile, splits)
@@ -303,7 +303,7 @@ def _attn_decode_simt_kernel(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(slope_ptr + head, mask=live, other=0.0) * LOG2E
-    acc, top, total = attend(  # pyright: ignore[reportGeneralTypeIssues]
+    acc, top, total = attend(
         q_ptr, sequence * stride_qt + head * stride_qh, live, length - 1 + row * 0, slope, begin, end, k_ptr + kv_head * stride_kh,
         v_ptr + kv_head * stride_vh, table_ptr + sequence * stride_b, pages, qk_scale * head_scale(k_scale_ptr, kv_head, K_SCALE), cap, window,
         stride_kp, stride_ko, stride_vp, stride_vo, PAGE, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_K, KV_DTYPE, True, WINDOW, SOFTCAP, ALIBI,
@@ -363,7 +363,7 @@ def _attn_decode_merge_kernel(
 
 def _candidates(geometry: AttnDecodeGeometry, arch: int) -> Iterable[SimtPlan]:
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
-    splits = sorted({1, most, *(min(most, max(1, shared.cdiv(TARGET_PROGRAMS * n, 2 * geometry.batch * geometry.kv_heads))) for n in (1, 2, 3))})
+    splits = sorted({1, *(max(1, most >> i) for i in range(4))})
     return [SimtPlan(block_n=n, num_warps=w, num_splits=s) for s in splits for n in (16, 32, 64) for w in (2, 4, 8)]
 
 

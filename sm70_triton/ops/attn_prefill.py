@@ -311,7 +311,7 @@ def _attn_prefill_simt_kernel(
     q_pos = length - q_len + token
     first = length - q_len + tile * BLOCK_M // GROUP
     last = length - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, q_len - 1)
-    begin, end = key_range(first, last, tl.minimum(length, room), window, CAUSAL, WINDOW)
+    begin, end = key_range(first, last, tl.minimum(length, room), window, CAUSAL, WINDOW)  # pyright: ignore[reportGeneralTypeIssues]
 
     scale = qk_scale * head_scale(k_scale_ptr, kv_head, K_SCALE)
     slope = tl.zeros([BLOCK_M], tl.float32)
@@ -321,7 +321,7 @@ def _attn_prefill_simt_kernel(
     if SINKS:
         sink = tl.load(sink_ptr + head) * LOG2E
     at = (first_token + token).to(tl.int64)
-    acc, top, total = attend(  # pyright: ignore[reportGeneralTypeIssues]
+    acc, top, total = attend(
         q_ptr, at * stride_qt + head * stride_qh, live, q_pos, slope, begin, end, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_vh,
         table_ptr + sequence.to(tl.int64) * stride_b, pages, scale, cap, window, stride_kp, stride_ko, stride_vp, stride_vo,
         PAGE, D, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_K, KV_DTYPE, CAUSAL, WINDOW, SOFTCAP, ALIBI,
