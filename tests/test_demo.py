@@ -88,9 +88,9 @@ def test_decode_continues_prefill(fp16: SmolLM) -> None:
         assert stepped.tolist() == fp16.logits(whole[-1:]).argmax(-1).tolist(), f"{n=}"
 
 
-# Perplexity against FP16 weights and cache, computed with plain torch in place of the operations. Weights, codes and text are fixed, so only
-# rounding moves a ratio: float64 instead of float32 accumulation moved all four by 3e-4 at most. The bound is ten times that.
-RATIOS = {("fp8", "fp16"): 1.0067, ("nvfp4", "fp16"): 1.1769, ("awq", "fp16"): 1.2058, ("fp16", "e4m3"): 1.0049}
+# Perplexity against FP16 weights and cache. Weights, codes and text are fixed, so only the rounding of activations moves a ratio: float64
+# instead of float32 accumulation moved them by 3e-4 at most, FP16 instead of float32 residuals, norms and logits by 9e-4. Bound: 3e-3.
+RATIOS = {("fp8", "fp16"): 1.0070, ("nvfp4", "fp16"): 1.1778, ("awq", "fp16"): 1.2062, ("fp16", "e4m3"): 1.0051}
 
 
 @pytest.mark.parametrize("quant,kv", RATIOS)
@@ -112,11 +112,11 @@ def test_run_demo_reports_everything(model_path: Path) -> None:
     assert set(result.implementations) == {"kv_write", "attn_prefill", "attn_decode", "gemm_w4a16"}
     assert all("torch" in impls for impls in result.implementations.values()), "the reference serves a CPU"
     assert result.perplexity and result.perplexity_fp16 and result.ratio == result.perplexity / result.perplexity_fp16
-    assert 1 < result.ratio < 1.3 and result.perplexities == {"nvfp4": result.perplexity}
+    assert 1 < result.perplexity / result.perplexity_fp16 < 1.3 and result.perplexities == {"nvfp4": result.perplexity}
     assert "nvfp4" in result.summary() and "gemm_w4a16: torch" in result.summary()
-    # 4-bit codes and a scale byte a 16 for the linear layers; embedding and norms stay in FP16.
-    linear, rest = 106_168_320, 28_311_552 + 61 * 576
-    assert 2 * rest + linear * 9 / 16 <= result.weights_bytes <= 2 * rest + linear * 9 / 16 * 1.01
+    # 4-bit codes, a scale byte a 16 and a float32 a row for the linear layers; embedding and norms stay in FP16.
+    linear, rows, rest = 106_168_320, 30 * (960 + 576 + 3072 + 576), 28_311_552 + 61 * 576
+    assert result.weights_bytes == 2 * rest + linear * 9 // 16 + 4 * rows
     assert result.peak_memory_bytes > result.weights_bytes
     assert msgspec.json.decode(msgspec.json.encode(result), type=DemoResult) == result
     assert all(done == total or stage == "generate" for stage, (done, total) in stages.items()) and len(stages) >= 5

@@ -23,7 +23,8 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """What `run_demo` found.
 
     * `tokens`: generated ids; the last one is the model's end mark unless `max_tokens` cut it short. `text` leaves marks out.
-    * `prefill_tok_s`: prompt tokens a second until the first token; `decode_tok_s`: later tokens a second, None if there are none.
+    * `prefill_tok_s`: prompt tokens a second until the first token; `decode_tok_s`: tokens a second after the second one
+      (on a GPU that one captures the CUDA graph), None if there are none.
     * `implementations`: {op: {implementation: distinct geometries}} that served this process.
     * `perplexity`: of the built-in text (`perplexity_tokens` long) with `quant` weights and `kv` cache; `perplexity_fp16` with FP16
       weights and cache; `ratio` = the first by the second; None if not asked for. `perplexities`: {quant: perplexity}, all if asked for.
@@ -126,20 +127,18 @@ def run_demo(
             list(model.generate(ids, PagedCache(model.config, kv, len(ids) + max_tokens, place), 2))
         cache = PagedCache(model.config, kv, len(ids) + max_tokens, place)
         tokens: list[int] = []
-        first = start = time.perf_counter()
+        times = [time.perf_counter()]
         for token in model.generate(ids, cache, max_tokens):
             tokens.append(token)
-            if len(tokens) == 1:
-                first = time.perf_counter()
+            times.append(time.perf_counter())
             if progress:
                 progress("generate", len(tokens), max_tokens)
-        end = time.perf_counter()
     served = registry.served()
     used = {"kv_write", "attn_prefill", "attn_decode", GEMM.get(quant)}
     return DemoResult(
         prompt=prompt, text=tokenizer.decode(tokens), tokens=tokens, prompt_tokens=len(ids), quant=quant, kv=kv, device=_describe(place),
-        model=str(path), prefill_tok_s=len(ids) / (first - start),
-        decode_tok_s=(len(tokens) - 1) / (end - first) if len(tokens) > 1 else None,
+        model=str(path), prefill_tok_s=len(ids) / (times[1] - times[0]),
+        decode_tok_s=(len(tokens) - 2) / (times[-1] - times[2]) if len(tokens) > 2 else None,
         implementations={op: impls for op, impls in sorted(served.items()) if op in used},
         perplexity=found.get(quant), perplexity_fp16=baseline, ratio=found[quant] / baseline if baseline else None,
         perplexity_tokens=len(text_ids), perplexities={name: found[name] for name in QUANTS if name in found}, weights_bytes=model.weights_bytes,

@@ -13,11 +13,15 @@ SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
 def take(layout: str, tensors: Mapping[str, torch.Tensor], required: Mapping[str, tuple[int | None, tuple[torch.dtype, ...]]],
          optional: Mapping[str, tuple[int | None, tuple[torch.dtype, ...]]] | None = None) -> None:
-    """Check names, dtypes, number of axes and device. Maps a name to (axes or None for any, accepted dtypes). Raises ValueError, TypeError."""
+    """Check names, dtypes, number of axes and device; a name maps to (axes or None for any, accepted dtypes).
+
+    Raises ValueError or TypeError, naming the tensor.
+    """
     allowed = {**required, **(optional or {})}
     missing = [name for name in required if name not in tensors]
     if missing:
-        raise ValueError(f"{layout}: {missing[0]!r} is missing; it needs {', '.join(required)}, it got {', '.join(tensors) or 'nothing'}")
+        got = ", ".join(tensors) or "nothing"
+        raise ValueError(f"{layout}: {missing[0]!r} is missing; it needs {', '.join(required)}, it got {got}")
     device = None
     for name, tensor in tensors.items():
         if name not in allowed:
@@ -26,7 +30,8 @@ def take(layout: str, tensors: Mapping[str, torch.Tensor], required: Mapping[str
             raise TypeError(f"{layout}: {name} is a {type(tensor).__name__}; a tensor is accepted")
         axes, dtypes = allowed[name]
         if tensor.dtype not in dtypes:
-            raise TypeError(f"{layout}: {name}.dtype={tensor.dtype}; accepted: {', '.join(str(d).removeprefix('torch.') for d in dtypes)}")
+            accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise TypeError(f"{layout}: {name}.dtype={tensor.dtype}; accepted: {accepted}")
         if axes is not None and tensor.ndim != axes:
             raise ValueError(f"{layout}: {name}.shape={tuple(tensor.shape)}; {axes} axes are accepted")
         device = device or tensor.device

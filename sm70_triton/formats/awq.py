@@ -1,7 +1,7 @@
 """AWQ.   w[n, k] = (q - z) * s
 
-Tensors: `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` [K/g, N] in float16 (bfloat16 and float32 are taken too). Nibble i of a word holds column
-(0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight.
+Tensors: `qweight` int32 [K, N/8], `qzeros` int32 [K/g, N/8], `scales` [K/g, N] in float16 (bfloat16 and float32 are taken too).
+Nibble i of a word holds column (0, 2, 4, 6, 1, 3, 5, 7)[i] of its eight.
 """
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def unpack(weight: PackedWeight) -> dict[str, torch.Tensor]:
     check.layout_of(weight.source, "awq")
     assert weight.zero is not None  # the codec is u4
     return {
-        "qweight": pack_int32(unpack_nibbles(weight.data).T, ORDER), "qzeros": pack_int32(weight.zero.T, ORDER), "scales": weight.scale.T.to(weight.source["dtype"]).contiguous(),
+        "qweight": pack_int32(unpack_nibbles(weight.data).T, ORDER), "qzeros": pack_int32(weight.zero.T, ORDER),
+        "scales": weight.scale.T.to(weight.source["dtype"]).contiguous(),
     }  # fmt: skip
 
 

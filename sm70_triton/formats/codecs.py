@@ -43,13 +43,6 @@ def table(codec: str, device: torch.device | str = "cpu") -> torch.Tensor:
     return torch.tensor(_values(codec), dtype=torch.float64, device=device)
 
 
-def largest(codec: str) -> float:
-    """The largest finite value of a format that `encode` knows: 6, 448 or 57344."""
-    if codec not in _MINIFLOATS:
-        raise ValueError(f"codec {codec!r} is not known; accepted: {', '.join(_MINIFLOATS)}")
-    return _values(codec)[_MINIFLOATS[codec][3]]
-
-
 def decode(codes: torch.Tensor, codec: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     """Values of uint8 codes in `dtype`. An e2m1 code above 15 is an IndexError."""
     return table(codec, codes.device).to(dtype)[codes.long()]
@@ -59,14 +52,15 @@ def encode(values: torch.Tensor, codec: str) -> torch.Tensor:
     """Nearest code of e4m3, e5m2 or e2m1 as uint8: ties to the even code, infinities and what lies beyond saturate to the largest
     finite value, the sign of zero stays. NaN becomes 0x7f; e2m1 has none, there NaN is a ValueError.
     """
-    limit = largest(codec)
-    exponent_bits, mantissa_bits, _, _ = _MINIFLOATS[codec]
+    if codec not in _MINIFLOATS:
+        raise ValueError(f"codec {codec!r} cannot be encoded; accepted: {', '.join(_MINIFLOATS)}")
+    exponent_bits, mantissa_bits, _, largest = _MINIFLOATS[codec]
     nan = values.isnan()
     if codec == "e2m1" and bool(nan.any()):
         raise ValueError("values hold NaN, which e2m1 cannot express")
-    grid = table(codec, values.device)[: _MINIFLOATS[codec][3] + 1]
+    grid = table(codec, values.device)[: largest + 1]
     midpoints = (grid[1:] + grid[:-1]) / 2  # exact: neighbours differ in one bit below the mantissa
-    magnitude = values.double().abs().clamp(max=limit)
+    magnitude = values.double().abs()
     below = torch.bucketize(magnitude, midpoints)  # a tie counts as below ...
     above = torch.bucketize(magnitude, midpoints, right=True)  # ... or above
     code = torch.where(below % 2 == 0, below, above) | (torch.signbit(values).long() << (exponent_bits + mantissa_bits))
@@ -75,6 +69,8 @@ def encode(values: torch.Tensor, codec: str) -> torch.Tensor:
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """[N, K] codes 0..15 -> uint8 [N, K/2], the even column in the low nibble."""
+    if codes.shape[1] % 2:
+        raise ValueError(f"K={codes.shape[1]}: 4-bit weights need an even number of in-features")
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 

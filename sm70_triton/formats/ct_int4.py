@@ -1,8 +1,8 @@
 """compressed-tensors `pack-quantized` int4.   symmetric: w = (q - 8) * s      asymmetric: w = (q - z) * s
 
-Tensors: `weight_packed` int32 [N, K/8] (sequential in K), `weight_scale` [N, G] in float16, bfloat16 or float32 (G = 1: per channel), optional
-`weight_shape` int [2], `weight_zero_point` int32 [N/8, G] (sequential in N), `weight_g_idx` int32 [K]. The library's signed codes are
-stored plus 8, zeros too.
+Tensors: `weight_packed` int32 [N, K/8] (sequential in K), `weight_scale` [N, G] in float16, bfloat16 or float32 (G = 1: per
+channel), optional `weight_shape` int [2], `weight_zero_point` int32 [N/8, G] (sequential in N), `weight_g_idx` int32 [K]. The
+library's signed codes are stored plus 8, zeros too.
 """
 from __future__ import annotations
 
@@ -73,4 +73,4 @@ def quantize(w: torch.Tensor, group: int | None = 128, symmetric: bool = True) -
         check.words("ct_int4", "N", n)
         codes, zeros, scale = round_asymmetric(w, group)
         zero_point = {"weight_zero_point": pack_int32(zeros.T).T.contiguous()}
-    return {"weight_packed": pack_int32(codes), "weight_scale": scale, **zero_point, "weight_shape": torch.tensor([n, k])}
+    return {"weight_packed": pack_int32(codes), "weight_scale": scale, **zero_point, "weight_shape": torch.tensor([n, k], device=w.device)}

@@ -1,6 +1,7 @@
 """GPTQ, 4 bits.   w[n, k] = (q - zero) * s[g_idx[k]]
 
-Tensors: `qweight` int32 [K/8, N] (sequential in K), `qzeros` int32 [G, N/8], `scales` [G, N] in float16 (bfloat16 and float32 are taken too), optional `g_idx` int32 [K].
+Tensors: `qweight` int32 [K/8, N] (sequential in K), `qzeros` int32 [G, N/8], `scales` [G, N] in float16 (bfloat16 and float32 are
+taken too), optional `g_idx` int32 [K], the group of each column.
 Version 1 checkpoints (checkpoint_format "gptq") store zero - 1, version 2 ("gptq_v2") zero itself. With act-order the columns of a
 group are scattered: they are gathered here, and `perm` says where each packed column came from.
 """
@@ -23,8 +24,10 @@ def _version(version: int) -> None:
 
 
 def pack(tensors: Mapping[str, torch.Tensor], version: int = 1) -> PackedWeight:
+    """`version` is 1 or 2, from the checkpoint's config: nothing in the tensors tells them apart."""
     _version(version)
-    check.take("gptq", tensors, {"qweight": (2, check.I32), "qzeros": (2, check.I32), "scales": (2, check.SCALES)}, {"g_idx": (1, check.INTS)})
+    required = {"qweight": (2, check.I32), "qzeros": (2, check.I32), "scales": (2, check.SCALES)}
+    check.take("gptq", tensors, required, {"g_idx": (1, check.INTS)})
     qweight, qzeros, scales, g_idx = (tensors.get(name) for name in ("qweight", "qzeros", "scales", "g_idx"))
     assert qweight is not None and qzeros is not None and scales is not None  # checked above
     k, n = 8 * qweight.shape[0], qweight.shape[1]
@@ -43,8 +46,8 @@ def pack(tensors: Mapping[str, torch.Tensor], version: int = 1) -> PackedWeight:
     zero = unpack_int32(qzeros).T + (1 if version == 1 else 0)
     scale, codec = check.kernel_scale(scales.T)
     return PackedWeight(
-        codec="u4", n=n, k=k, group_n=1, group_k=group, data=pack_nibbles(codes.contiguous()), scale=scale, scale_codec=codec,
-        zero=zero.contiguous(), perm=perm, 
+        codec="u4", n=n, k=k, group_n=1, group_k=group, data=pack_nibbles(codes.contiguous()),
+        scale=scale, scale_codec=codec, zero=zero.contiguous(), perm=perm,
         source={"layout": "gptq", "scale_name": "scales (transposed)", "dtype": scales.dtype, "version": version, "g_idx": g_idx},
     )  # fmt: skip
 
@@ -54,20 +57,24 @@ def unpack(weight: PackedWeight) -> dict[str, torch.Tensor]:
     assert weight.zero is not None  # the codec is u4
     codes = original_order(unpack_nibbles(weight.data), weight.perm)
     zero = weight.zero - (1 if weight.source["version"] == 1 else 0)
-    tensors = {"qweight": pack_int32(codes).T.contiguous(), "qzeros": pack_int32(zero.T), "scales": weight.scale.T.to(weight.source["dtype"]).contiguous()}
+    scales = weight.scale.T.to(weight.source["dtype"]).contiguous()
+    tensors = {"qweight": pack_int32(codes).T.contiguous(), "qzeros": pack_int32(zero.T), "scales": scales}
     if weight.source["g_idx"] is not None:
         tensors["g_idx"] = weight.source["g_idx"]
     return tensors
 
 
-def quantize(w: torch.Tensor, group: int = 128, act_order: torch.Tensor | None = None, version: int = 1, symmetric: bool = False) -> dict[str, torch.Tensor]:
-    """Round float [N, K] to nearest. `act_order` is a permutation of K whose runs of `group` share a scale; symmetric: every zero is 8."""
+def quantize(w: torch.Tensor, group: int = 128, act_order: torch.Tensor | None = None, version: int = 1,
+             symmetric: bool = False) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Round float [N, K] to nearest. `act_order` is a permutation of K whose runs of `group` share a scale; `symmetric` makes
+    every zero 8.
+    """
     _version(version)
     n, k = w.shape
     check.words("gptq", "N", n)
     check.words("gptq", "K", k)
     groups = check.groups_of("gptq", k, group)
-    order = torch.arange(k, device=w.device) if act_order is None else act_order.long()
+    order = torch.arange(k, device=w.device) if act_order is None else act_order.to(w.device, torch.int64)
     if symmetric:
         codes, scale = round_symmetric(w[:, order], group)
         zeros = torch.full_like(scale, 8, dtype=torch.uint8)

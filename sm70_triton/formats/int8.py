@@ -20,8 +20,11 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
     n, k = weight.shape
     check.shape("int8", "weight_scale", tensors["weight_scale"], (n, 1), (n,))
     scale, codec = check.kernel_scale(tensors["weight_scale"].reshape(n, 1))
-    return PackedWeight(codec="int8", n=n, k=k, group_n=1, group_k=k, data=weight.view(torch.uint8), scale=scale, scale_codec=codec,
-                        source={"layout": "int8", "scale_name": "weight_scale", "kept": {name: t for name, t in tensors.items() if name != "weight"}})  # fmt: skip
+    kept = {name: tensor for name, tensor in tensors.items() if name != "weight"}
+    return PackedWeight(
+        codec="int8", n=n, k=k, group_n=1, group_k=k, data=weight.view(torch.uint8), scale=scale, scale_codec=codec,
+        source={"layout": "int8", "scale_name": "weight_scale", "kept": kept},
+    )  # fmt: skip
 
 
 def unpack(weight: PackedWeight) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from . import _checks as check
-from .codecs import encode, pack_nibbles
+from .codecs import decode, encode, pack_nibbles
 from .packed import PackedWeight
 
 GROUP = 32
@@ -45,5 +45,5 @@ def quantize(w: torch.Tensor) -> dict[str, torch.Tensor]:
     blocks = w.float().reshape(n, check.groups_of("mxfp4", k, GROUP), GROUP)
     exponent = torch.frexp(blocks.abs().amax(-1))[1] - 1 - 2
     scale = (exponent + 127).clamp(0, 254).to(torch.uint8)
-    codes = encode(blocks.double() / torch.ldexp(torch.ones(1, dtype=torch.float64, device=w.device), scale - 127.0)[..., None], "e2m1")
+    codes = encode(blocks.double() / decode(scale, "e8m0")[..., None], "e2m1")
     return {"weight": pack_nibbles(codes.reshape(n, k)), "weight_scale": scale}

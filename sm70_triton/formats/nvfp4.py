@@ -22,7 +22,8 @@ E4M3 = (torch.float8_e4m3fn,)
 
 def _pack(layout: str, names: tuple[str, str, str], tensors: Mapping[str, torch.Tensor], input_name: str, divisor: bool) -> PackedWeight:
     codes_name, scale_name, global_name = names
-    check.take(layout, tensors, {codes_name: (2, (torch.uint8,)), scale_name: (2, E4M3), global_name: (None, check.F32)}, {input_name: (None, check.SCALES)})
+    required = {codes_name: (2, (torch.uint8,)), scale_name: (2, E4M3), global_name: (None, check.F32)}
+    check.take(layout, tensors, required, {input_name: (None, check.SCALES)})
     data, scale = tensors[codes_name].contiguous(), tensors[scale_name].contiguous()
     n, k = data.shape[0], 2 * data.shape[1]
     check.shape(layout, scale_name, scale, (n, check.groups_of(layout, k, GROUP)))

@@ -20,7 +20,8 @@ def _refuse(name: str, values: torch.Tensor, bad: torch.Tensor, accepted: str) -
         first = bad.nonzero()[0].tolist()
         value = values[tuple(first)].item()
         stored = f"0x{value:02x}" if values.dtype == torch.uint8 else repr(value)
-        raise ValueError(f"{name} holds {int(bad.sum())} of {bad.numel()} values that are not {accepted}, the first at {first}: {stored}")
+        count = f"{int(bad.sum())} of {bad.numel()} values"
+        raise ValueError(f"{name} holds {count} that are not {accepted}, the first at {first}: {stored}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,9 +39,9 @@ class PackedWeight:
         source: what the layout's `unpack` needs to give the checkpoint's tensors back bit for bit.
 
     Raises:
-        TypeError, ValueError: a field of the wrong type, dtype, shape or device; a scale that is NaN, infinite or, as an E4M3 byte, negative; a
-            global scale that is not finite and positive; a perm that is no permutation. Negative float scales are legitimate: some
-            INT4 quantisers pick the sign that uses the code -8. Scales of zero are, too: blocks of zeros have them.
+        TypeError, ValueError: a field of the wrong type, dtype, shape or device; a scale that is NaN, infinite or, as an E4M3 byte,
+            negative; a global scale that is not finite and positive; a perm that is no permutation. Negative float scales are
+            legitimate: some INT4 quantisers pick the sign that uses the code -8. Scales of zero are, too: blocks of zeros have them.
     """
 
     codec: str
@@ -92,7 +93,8 @@ class PackedWeight:
             if tensor.device != self.data.device:
                 raise ValueError(f"{name} is on {tensor.device}, data on {self.data.device}; all must be on one device")
         if (self.codec == "u4") != (self.zero is not None):
-            raise ValueError(f"codec={self.codec!r} with zero={'None' if self.zero is None else 'a tensor'}: zero belongs to u4 and only to u4")
+            given = "None" if self.zero is None else "a tensor"
+            raise ValueError(f"codec={self.codec!r} with zero={given}: zero belongs to u4 and only to u4")
         if self.data.device.type != "meta":
             self._check_values()
 
@@ -154,6 +156,10 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype = torch.float64) -> torc
     return original_order(values, weight.perm).to(dtype)
 
 
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
 def concat(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Stack weights along their out-features (q/k/v, gate/up). Every part keeps its own global scale.
 
@@ -169,9 +175,10 @@ def concat(parts: Sequence[PackedWeight]) -> PackedWeight:
         if part.data.device != first.data.device:
             raise ValueError(f"parts[{index}] is on {part.data.device}, parts[0] on {first.data.device}; all must be on one device")
         for name in ("codec", "k", "group_n", "group_k", "scale_codec"):
-            if getattr(part, name) != getattr(first, name):
-                raise ValueError(f"parts[{index}].{name}={getattr(part, name)!r} differs from parts[0].{name}={getattr(first, name)!r}")
-        if (part.perm is None) != (first.perm is None) or (part.perm is not None and first.perm is not None and not torch.equal(part.perm, first.perm)):
+            value, expected = getattr(part, name), getattr(first, name)
+            if value != expected:
+                raise ValueError(f"parts[{index}].{name}={value!r} differs from parts[0].{name}={expected!r}")
+        if not _equal(part.perm, first.perm):
             raise ValueError(f"parts[{index}].perm differs from parts[0].perm: their columns are in another order")
         if index < len(parts) - 1 and part.n % part.group_n:
             raise ValueError(f"parts[{index}].n={part.n} is not a multiple of its block of {part.group_n} rows")

@@ -410,11 +410,11 @@ def kernel_constants(geometry: AttentionGeometry, k_scale, v_scale) -> dict[str,
     }  # fmt: skip
 
 
-def simt_refusal(geometry: AttentionGeometry, block_m: int, block_n: int, num_warps: int) -> str | None:
-    """Why `online_softmax.attend` with this tile would not fit a Volta CTA; None if it does."""
-    shared = simt_shared_bytes(geometry, block_m, block_n)
-    if shared > 98304:
-        return f"{shared} bytes of shared memory; a CTA has 98304"
+def simt_refusal(geometry: AttentionGeometry, arch: int, block_m: int, block_n: int, num_warps: int) -> str | None:
+    """Why `online_softmax.attend` with this tile would not fit a CTA; None if it does."""
+    shared, limit = simt_shared_bytes(geometry, block_m, block_n), 65536 if arch == 75 else 98304  # Turing has less than Volta
+    if shared > limit:
+        return f"{shared} bytes of shared memory; a CTA has {limit}"
     held = block_m * geometry.block_d // (32 * num_warps)
     return f"{held} accumulators and {block_n} keys a thread would spill" if held * block_n > 1024 else None
 

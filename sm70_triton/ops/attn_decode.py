@@ -377,7 +377,7 @@ def _feasible(plan: SimtPlan, geometry: AttnDecodeGeometry, arch: int) -> str | 
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
     if not 1 <= plan.num_splits <= most:
         return f"num_splits={plan.num_splits}: the workspace has room for 1 to {most}"
-    return shared.simt_refusal(geometry, shared.next_power_of_2(geometry.group), plan.block_n, plan.num_warps)
+    return shared.simt_refusal(geometry, arch, shared.next_power_of_2(geometry.group), plan.block_n, plan.num_warps)
 
 
 @impl(OP, "simt", rev=1, needs=Needs(min_arch=70, packages=("triton",)), arithmetic=ARITHMETIC, plan=SimtPlan, priority=10, feasible=_feasible,

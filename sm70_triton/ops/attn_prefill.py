@@ -342,11 +342,13 @@ def _default(geometry: AttnPrefillGeometry, arch: int) -> SimtPlan:
     rows = shared.next_power_of_2(shared.next_power_of_2(geometry.q_len) * geometry.group)
     most = min(64, 8192 // geometry.block_d) // (1 if geometry.head_dim == geometry.block_d else 2)
     block_m = max(16, min(rows, most))
+    if arch == 75 and geometry.block_d == 512:
+        block_m = 8  # Turing has less shared memory
     return SimtPlan(block_m=block_m, block_n=16, num_warps=8 if block_m * geometry.block_d >= 4096 else 4)
 
 
 def _feasible(plan: SimtPlan, geometry: AttnPrefillGeometry, arch: int) -> str | None:
-    return shared.simt_refusal(geometry, plan.block_m, plan.block_n, plan.num_warps)
+    return shared.simt_refusal(geometry, arch, plan.block_m, plan.block_n, plan.num_warps)
 
 
 @impl(OP, "simt", rev=1, needs=Needs(min_arch=70, packages=("triton",)), arithmetic=ARITHMETIC, plan=SimtPlan, priority=10, feasible=_feasible,

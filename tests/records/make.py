@@ -121,14 +121,15 @@ def ptx(op: Any, impl: Any, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def demo(model: str, reference: Path) -> list[dict[str, Any]]:
+def demo(model: str) -> list[dict[str, Any]]:
     from sm70_triton.demo import run_demo
 
     rows = []
+    reference = json.loads((Path(__file__).parents[1] / "data/smollm2_reference.json").read_text())
     for quant, kv in (("fp16", "fp16"), ("fp16", "e4m3"), ("fp8", "fp16"), ("nvfp4", "fp16"), ("awq", "fp16"), ("awq", "e4m3")):
         result = run_demo(prompt="What is the capital of France?", quant=quant, kv=kv, device="cuda", max_tokens=64, model_path=model, perplexity=True)
-        rows.append(json.loads(json.dumps({"quant": quant, "kv": kv, "text": result.text, "token_ids": list(result.token_ids), "perplexity": result.perplexity,
-                     "perplexity_fp16": result.perplexity_fp16, "implementations": result.implementations})))  # fmt: skip
+        rows.append({"quant": quant, "kv": kv, "equals_reference": result.tokens == reference[0]["out_ids"], "text": result.text, "tokens": result.tokens, "perplexity": result.perplexity,
+                     "perplexity_fp16": result.perplexity_fp16, "implementations": result.implementations})  # fmt: skip
         print(rows[-1], flush=True)
     return rows
 
@@ -155,7 +156,7 @@ def main() -> int:
     record["sm70_ptx"] = [row for op in ops for impl in op.impls.values() if "triton" in impl.needs.packages for row in ptx(op, impl, seed)]
     print(json.dumps([r for r in record["sm70_ptx"] if not r["ok"]], indent=1), flush=True)
     if options.model:
-        record["demo"] = demo(options.model, Path())
+        record["demo"] = demo(options.model)
     Path(options.out).write_text(json.dumps(record, indent=1) + "\n")
     bad = [r for part in ("native", "graph_replay") for r in record[part] if r["failed"]] + [r for r in record["sm70_ptx"] if not r["ok"]]
     print(f"{len(bad)} rows with failures")
