@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sm70_triton import env
-from sm70_triton.demo import DemoResult, ModelError, gguf_model, run_demo, weights
+from sm70_triton.demo import DemoResult, ModelError, gguf_model, run_demo
 from sm70_triton.demo.gguf_model import Checkpoint, Config
 from sm70_triton.demo.model import PagedCache, SmolLM, perplexity
 from sm70_triton.demo.prose import TEXT
@@ -156,43 +156,6 @@ def test_generate_equals_single_steps(seed: int, device: str, quant: str, kv: st
 def test_bad_arguments_are_named(model_path: Path, bad: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named.replace("'", ".")):
         run_demo(**{"prompt": PROMPTS[0], "device": "cpu", "model_path": model_path, **bad})
-
-
-def test_fp8_rows_are_rounded_to_nearest() -> None:
-    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(torch.seed() & 0xFFFF)).half()
-    weight[3] = 0
-    codes, scale = weights.fp8_channel(weight)
-    got = codes.float() * scale
-    # Half a step: 2^-4 of the value when normal (3 mantissa bits), 2^-10 of the scale below; plus float32 rounding of the quotient.
-    bound = torch.maximum(weight.float().abs() * 2**-4, scale * 2.0**-10) * (1 + 2**-20)
-    assert ((got - weight.float()).abs() <= bound).all()
-
-
-def test_int4_is_within_half_a_step() -> None:
-    weight = torch.randn(5, 192, generator=torch.Generator().manual_seed(torch.seed() & 0xFFFF)).half()
-    weight[2, :64] = 0
-    weight[3, 64:128] = weight[3, 64:128].abs()
-    codes, zero, scale = weights.int4(weight)
-    step = scale.float().repeat_interleave(64, 1)
-    got = (codes.float() - zero.float().repeat_interleave(64, 1)) * step
-    # Half a step from rounding; at the ends of the range another half from rounding the zero point, 15 * 2^-11 from rounding the step.
-    assert ((got - weight.float()).abs() <= step * 1.01).all() and codes.max() <= 15
-
-
-def test_nvfp4_blocks_take_the_better_peak() -> None:
-    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(torch.seed() & 0xFFFF)).half()
-    weight[1, :16] = 0
-    weight[2, :16] = torch.tensor([4.0, -3.0, 2.0, 1.0] * 4)  # exact with peak 4, not with 6
-    weight[4, 5] = 6 * 7  # the largest block: scale 448
-    packed, scale, multiplier = weights.nvfp4(weight)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = torch.stack((packed & 15, packed >> 4), -1).view(6, 64)
-    step = (scale.float() * multiplier).repeat_interleave(16, 1)
-    got = table[codes.long()] * step
-    # The widest gap of E2M1 is 4..6: one step to either side; E4M3 scales are 2^-4 off at most, and 6 steps of that may be cut off.
-    assert ((got - weight.float()).abs() <= step * (1 + 6 * 2**-4) + multiplier * 2.0**-9 * 6).all()
-    torch.testing.assert_close(got[2, :16] / got[2, 0], weight[2, :16].float() / 4)
-    assert (got[1, :16] == 0).all()
 
 
 def test_unpermute_inverts_llama_cpp() -> None:

@@ -13,6 +13,7 @@ import torch
 # (exponent bits, mantissa bits, exponent bias, largest finite magnitude code)
 _MINIFLOATS = {"e2m1": (2, 1, 1, 0x7), "e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
 CODECS = (*_MINIFLOATS, "e8m0")
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def _magnitude(code: int, mantissa_bits: int, bias: int) -> float:
@@ -58,6 +59,15 @@ def encode(values: torch.Tensor, codec: str) -> torch.Tensor:
     nan = values.isnan()
     if codec == "e2m1" and bool(nan.any()):
         raise ValueError("values hold NaN, which e2m1 cannot express")
+    if codec == "e2m1":  # steps of 0.5 below 2, 1 below 4, then 2: rounding multiples of them is exact in any dtype
+        magnitude = values.abs().clamp(max=6)
+        step = 0.5 + 0.5 * (magnitude >= 2) + (magnitude >= 4)
+        # 2^-14 times an E2M1 value is a half whose bits 9 to 11 are the code
+        rounded = ((magnitude / step).round() * step * 2.0**-14).half().view(torch.int16) >> 9
+        return rounded.to(torch.uint8) | (torch.signbit(values).to(torch.uint8) << 3)
+    if values.dtype != torch.float64:  # torch's cast is to nearest even too, and quicker; it would round a float64 twice
+        limit = table(codec)[largest].item()
+        return torch.where(nan, 0x7F, values.float().clamp(-limit, limit).to(_FLOAT8[codec]).view(torch.uint8))
     grid = table(codec, values.device)[: largest + 1]
     midpoints = (grid[1:] + grid[:-1]) / 2  # exact: neighbours differ in one bit below the mantissa
     magnitude = values.double().abs()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from . import _checks as check
-from .codecs import encode, pack_nibbles
+from .codecs import decode, encode, pack_nibbles
 from .packed import PackedWeight
 
 GROUP = 16
@@ -69,14 +69,26 @@ def unpack_modelopt(weight: PackedWeight) -> dict[str, torch.Tensor]:
 
 
 def _quantize(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes [N, K/2], E4M3 scales [N, K/16], multiplier []: amax / (6 * 448), so that the largest block scale is 448."""
+    """Codes [N, K/2], E4M3 scales [N, K/16], multiplier []: amax / (6 * 448), so that the largest block scale is 448.
+
+    Each block's largest weight becomes 6 or 4, whichever makes the smaller squared error: E2M1 has nothing between them.
+    """
     n, k = w.shape
     blocks = w.float().reshape(n, check.groups_of("nvfp4", k, GROUP), GROUP)
     amax = blocks.abs().amax(-1)
     multiplier = (amax.max() / (6 * 448)).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = encode(amax / 6 / multiplier, "e4m3").view(torch.float8_e4m3fn)
-    step = scale.float() * multiplier
-    codes = encode(torch.where(step[..., None] > 0, blocks / step[..., None], 0.0), "e2m1")
+
+    def rounded(peak: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        scale = encode(amax / peak / multiplier, "e4m3").view(torch.float8_e4m3fn)
+        step = (scale.float() * multiplier)[..., None]
+        codes = encode(torch.where(step > 0, blocks / step, 0.0), "e2m1")
+        return codes, scale, (decode(codes, "e2m1", torch.float32) * step - blocks).square().sum(-1)
+
+    codes, scale, error = rounded(6)
+    codes_4, scale_4, error_4 = rounded(4)
+    better = error_4 < error
+    scale = torch.where(better, scale_4.view(torch.uint8), scale.view(torch.uint8)).view(torch.float8_e4m3fn)
+    codes = torch.where(better[..., None], codes_4, codes)
     return pack_nibbles(codes.reshape(n, k)), scale, multiplier
 
 
