@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ class CompileError(RuntimeError):
 def _nvrtc() -> Any:
     try:
         from cupy.cuda import nvrtc
-    except ImportError as error:
-        raise Unavailable(f"CuPy is not installed ({error}); pip install 'sm70-triton[cuda]'") from error
+    except Exception as error:  # a damaged or mismatched CuPy raises more than ImportError
+        raise Unavailable(f"CuPy cannot be imported ({type(error).__name__}: {error}); pip install 'sm70-triton[cuda]'") from error
     return nvrtc
 
 
@@ -52,34 +53,42 @@ def compile_cubin(source: str, arch: int, options: tuple[str, ...] = ()) -> byte
         includes = _include_folders()
     except ImportError:
         includes = []
-    flags = [f"-arch=sm_{arch}", "-std=c++17", *(f"-I{folder}" for folder in includes), f"-I{FOLDER / 'include'}", *options]
+    flags = [f"-arch=sm_{arch}", "-std=c++17", *(f"-I{folder}" for folder in includes), *options]
     program = nvrtc.createProgram((FOLDER / source).read_text(), source, [], [])
     try:
         nvrtc.compileProgram(program, flags)
     except nvrtc.NVRTCError as error:
         raise CompileError(f"{source} for sm_{arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
-    cubin = nvrtc.getCUBIN(program)
+    else:
+        cubin = nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
     # CuPy 14 drops the last byte, as it would for the terminating zero of a text; it is a zero in the ELF file too.
     return cubin + b"\0" * (-len(cubin) % 8)
 
 
-@functools.cache
 def load(source: str, kernel: str, arch: int) -> Any:
-    """The CuPy function `kernel` of `source`, compiled for the current device."""
-    import cupy
-
-    module = cupy.RawModule(code=compile_cubin(source, arch))
-    return module.get_function(kernel)
+    """The CuPy function `kernel` of `source`, compiled for `arch` and loaded on the current device."""
+    return _load(compile_cubin(source, arch), ".cubin", kernel, _current_device())
 
 
-@functools.cache
 def load_ptx(ptx: str, kernel: str) -> Any:
     """The CuPy function `kernel` of a PTX text, compiled by the driver for the current device, whatever the PTX's own target is."""
-    import tempfile
+    return _load(ptx.encode(), ".ptx", kernel, _current_device())
 
+
+def _current_device() -> int:
     import cupy
 
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+    return cupy.cuda.Device().id
+
+
+@functools.cache
+def _load(code: bytes, suffix: str, kernel: str, device: int) -> Any:
+    """`device` is part of the key: a loaded module belongs to one device."""
+    import cupy
+
+    with tempfile.NamedTemporaryFile(suffix=suffix) as file:  # CuPy takes machine code and PTX by path only
+        file.write(code)
         file.flush()
         return cupy.RawModule(path=file.name).get_function(kernel)

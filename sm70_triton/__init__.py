@@ -11,16 +11,17 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "attn_decode": "ops.attn_decode",
+    "attn_decode_workspace": "ops.attn_decode",
     "attn_prefill": "ops.attn_prefill",
     "gemm_w4a16": "ops.gemm_w4a16",
     "gemm_w8a16": "ops.gemm_w8a16",
     "kv_write": "ops.kv_write",
     "override": "registry",
 }
-__all__ = ["__version__", "attn_decode", "attn_prefill", "gemm_w4a16", "gemm_w8a16", "kv_write", "override"]
+__all__ = ["__version__", "attn_decode", "attn_decode_workspace", "attn_prefill", "gemm_w4a16", "gemm_w8a16", "kv_write", "override"]
 
 if TYPE_CHECKING:
-    from .ops.attn_decode import attn_decode
+    from .ops.attn_decode import attn_decode, attn_decode_workspace
     from .ops.attn_prefill import attn_prefill
     from .ops.gemm_w4a16 import gemm_w4a16
     from .ops.gemm_w8a16 import gemm_w8a16

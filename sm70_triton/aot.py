@@ -80,11 +80,15 @@ def _driver(arch: int) -> Any:
 
 @contextmanager
 def target(arch: int) -> Iterator[list[Launch]]:
-    """Compile and record every Triton launch inside the block for compute capability `arch` (x 10), running nothing."""
+    """Compile and record every Triton launch inside the block for compute capability `arch` (x 10), running nothing.
+
+    The driver is replaced for the whole process: no other thread may launch a kernel meanwhile.
+    """
     if probe.interpreting():
         raise AotError("TRITON_INTERPRET=1 is set: kernels of this process are interpreted and cannot be compiled; unset it")
     import triton
     from triton.runtime import driver
+    from triton.runtime.errors import PTXASError
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
@@ -98,7 +102,7 @@ def target(arch: int) -> Iterator[list[Launch]]:
         bound = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         shape: Any = grid(bound) if callable(grid) else grid
         if meta.shared > SHARED_MEMORY.get(arch, 98304):
-            raise AotError(f"{meta.name} needs {meta.shared} bytes of shared memory, {probe.arch_name(arch)} has {SHARED_MEMORY.get(arch)}")
+            raise AotError(f"{meta.name} needs {meta.shared} bytes of shared memory, {probe.arch_name(arch)} has {SHARED_MEMORY.get(arch, 98304)}")
         x, y, z = (*shape, 1, 1)[:3]
         launches.append(
             Launch(name=meta.name, grid=(int(x), int(y), int(z)), num_warps=meta.num_warps, shared_bytes=meta.shared, ptx=kernel.asm["ptx"],
@@ -111,7 +115,7 @@ def target(arch: int) -> Iterator[list[Launch]]:
     try:
         with probe.assume_arch(arch):
             yield launches
-    except triton.CompilationError as error:
+    except (triton.CompilationError, PTXASError) as error:
         raise AotError(f"a kernel does not compile for {probe.arch_name(arch)}: {error}") from error
     finally:
         JITFunction.run = original_run
@@ -148,18 +152,21 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def usage(launch: Launch) -> Usage:
-    """Read the machine code with the cuobjdump and nvdisasm in Triton's wheel."""
+    """Read the machine code with the cuobjdump and nvdisasm in Triton's wheel. Raises AotError."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    for tool in ("cuobjdump", "nvdisasm"):
+        if not (tools / tool).is_file():
+            raise AotError(f"{launch.name} compiled, but Triton's {tool} is not at {tools / tool}: reinstall triton from PyPI")
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(launch.cubin)
-        resources = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+        resources = subprocess.run([tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True)
         sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True)
-    counts = re.search(r"REG:(\d+) STACK:(\d+)", resources)
+    counts = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
     if counts is None:
-        raise AotError(f"{launch.name}: cuobjdump printed no resource line: {resources!r}")
+        raise AotError(f"{launch.name}: cuobjdump printed no resource line: {resources.stdout + resources.stderr!r}")
     opcodes: list[str] | None = None
     if sass.returncode == 0:
         opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", sass.stdout, re.M)

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from enum import Enum
@@ -17,10 +18,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Kernels for serving today's models on Volta GPUs.")
-out = Console()
-err = Console(stderr=True)
+# In a file or a pipe, lines keep their length: somebody will grep for them. Text is never taken for markup: it has [brackets].
+out = Console(markup=False, highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 10_000)
+err = Console(markup=False, highlight=False, soft_wrap=True, stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else on standard output.")]
 GeometryOption = Annotated[Optional[str], typer.Option("--geometry", help='JSON object, e.g. \'{"q_heads": 24, "kv_heads": 4, "head_dim": 256}\'.')]
@@ -40,17 +43,33 @@ class Kv(str, Enum):
 
 @app.callback()
 def _setup(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every route and compile to standard error.")] = False) -> None:
+    from . import env
+
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        env.get()
+    except ValueError as error:
+        _fail(str(error), "--json" in sys.argv)
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value)) + b"\n")  # UTF-8 in any locale
+    sys.stdout.flush()
+
+
+def _print(console: Console, *parts: Any) -> None:
+    """One line of parts, each a text or (text, style), whatever the terminal can encode."""
+    line = Text.assemble(*parts)
+    if "utf" not in console.encoding:
+        line.plain = line.plain.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    console.print(line)
 
 
 def _fail(message: str, as_json: bool, code: int = 2) -> NoReturn:
+    message = message.encode("utf-8", "backslashreplace").decode()  # arguments may be any bytes
     if as_json:
         _print_json({"error": message})
-    err.print(f"[red]error:[/] {message}", highlight=False, soft_wrap=True)
+    _print(err, ("error:", "red"), f" {message}")
     raise typer.Exit(code)
 
 
@@ -59,11 +78,15 @@ def _keys(text: str | None) -> dict[str, Any]:
         return {}
     try:
         keys = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--geometry {text!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # not only JSONDecodeError: numbers of 5000 digits, brackets 10000 deep
+        raise ValueError(f"--geometry {_short(text)} is not JSON: {error}") from None
     if not isinstance(keys, dict):
-        raise ValueError(f"--geometry {text!r}: a JSON object is expected")
+        raise ValueError(f"--geometry {_short(text)}: a JSON object is expected")
     return keys
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 200 else f"{text[:200]}...")
 
 
 def _default_arch() -> int:
@@ -83,13 +106,13 @@ def doctor(json: Json = False) -> None:
     if json:
         _print_json(report)
     else:
-        table = Table(show_header=False, box=None)
+        table = Table.grid(padding=(0, 2))
         torch_arches = " ".join(report["torch"]["arch_list"]) or "built without CUDA"
         table.add_row("torch", f"{report['torch']['version']} ({torch_arches})")
         table.add_row("triton", f"{report['triton']['version']}, ptxas {report['triton']['ptxas']}: sm_70 {'yes' if report['triton']['sm70'] else 'NO'}")
         nvrtc = report["nvrtc"]
         table.add_row("nvrtc", f"{nvrtc['version']}: sm_70 {'yes' if nvrtc['sm70'] else 'NO'}" if nvrtc["version"] else f"not here ({nvrtc['error']})")
-        table.add_row("cupy", report["cupy"] or "not installed (optional: pip install 'sm70-triton\\[cuda]')")
+        table.add_row("cupy", report["cupy"] or "not installed (optional: pip install 'sm70-triton[cuda]')")
         table.add_row("vllm", report["vllm"] or "not installed (optional)")
         for card in report["gpus"]:
             table.add_row(f"gpu {card['index']}", f"{card['name']}, {card['arch']}, {card['memory_bytes'] / 2**30:.0f} GiB")
@@ -97,8 +120,8 @@ def doctor(json: Json = False) -> None:
             table.add_row("gpu", "none: ops run their CPU reference; kernels can be compiled for sm_70 but not run")
         out.print(table)
         for line in report["fix"]:
-            out.print(f"[yellow]fix:[/] {line}", highlight=False, soft_wrap=True)
-        out.print("[green]no problem found[/]" if report["ok"] else "[red]see the fixes above[/]")
+            _print(out, ("fix:", "yellow"), f" {line}")
+        _print(out, ("no problem found", "green") if report["ok"] else ("see the fixes above", "red"))
     raise typer.Exit(0 if report["ok"] else 1)
 
 
@@ -142,7 +165,7 @@ def explain(
 
     try:
         declared = registry.get(op)
-        number = probe.parse_arch(arch) if arch else _default_arch()
+        number = _default_arch() if arch is None else probe.parse_arch(arch)
         shape = declared.geometry.from_keys(_keys(geometry))
     except ValueError as error:
         _fail(str(error), json)
@@ -152,10 +175,11 @@ def explain(
         _fail(str(error), json, code=1)
     if json:
         return _print_json({"impl": route.impl.name, "plan": route.plan, "source": route.source, "file": route.file, "refused": route.refused})
-    out.print(f"[bold]{op}[/] on {probe.arch_name(number)}: [green]{route.impl.name}[/] r{route.impl.rev}, plan from {route.source}{f' ({route.file})' if route.file else ''}")
-    out.print(f"  geometry {msgspec.to_builtins(shape)}\n  plan     {msgspec.to_builtins(route.plan)}", highlight=False)
+    origin = f"plan from {route.source}{f' ({route.file})' if route.file else ''}"
+    _print(out, (op, "bold"), f" on {probe.arch_name(number)}: ", (route.impl.name, "green"), f" r{route.impl.rev}, {origin}")
+    _print(out, f"  geometry {msgspec.to_builtins(shape)}\n  plan     {msgspec.to_builtins(route.plan)}")
     for item in route.refused:
-        out.print(f"  refused  {item.impl}: {item.reason}", highlight=False, soft_wrap=True)
+        _print(out, f"  refused  {item.impl}: {item.reason}")
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -166,6 +190,11 @@ class Job(msgspec.Struct, frozen=True):
     label: str
     case: str | None
     keys: dict[str, Any] | None
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Triton prints the PTX that ptxas refuses; standard output is the report's
 
 
 def _compile(job: Job, arch: int) -> dict[str, Any]:
@@ -189,17 +218,24 @@ def _compile(job: Job, arch: int) -> dict[str, Any]:
     return msgspec.to_builtins(report)
 
 
-def _jobs(op_names: list[str], keys: str | None, model: str | None, tp: int, arch: int) -> list[Job]:
+def _jobs(op_names: list[str], keys: str | None, model: str | None, tp: int, arch: int) -> tuple[list[Job], set[str]]:
+    """What to compile, and why the Triton implementations that are left out cannot serve."""
     from . import geometry as models
     from . import registry
 
-    chosen = [registry.get(name) for name in op_names] or [op for _, op in sorted(registry.discover().items())]
+    chosen = [registry.get(name) for name in dict.fromkeys(op_names)] or [op for _, op in sorted(registry.discover().items())]
     jobs: list[Job] = []
+    refused: set[str] = set()
 
     def add(op: Any, shape: Any, label: str, case: str | None, geometry_keys: dict[str, Any] | None) -> None:
         for candidate in op.impls.values():
-            if "triton" in candidate.needs.packages and registry.refusal(candidate, shape, arch) is None:
+            if "triton" not in candidate.needs.packages:
+                continue
+            reason = registry.refusal(candidate, shape, arch)
+            if reason is None:
                 jobs.append(Job(op.name, candidate.name, label, case, geometry_keys))
+            else:
+                refused.add(f"{op.name} {candidate.name}: {reason}")
 
     if model is not None:
         for call in models.layer_calls(models.load_config(model), tp=tp):
@@ -213,7 +249,7 @@ def _jobs(op_names: list[str], keys: str | None, model: str | None, tp: int, arc
         for op in chosen:
             for case in op.cases:
                 add(op, case.geometry, case.name, case.name, None)
-    return jobs
+    return jobs, refused
 
 
 @app.command()
@@ -222,7 +258,7 @@ def warmup(
     target: Annotated[Optional[str], typer.Option(help="Compute capability to compile for, e.g. sm70; no GPU is needed. Default: the GPU here.")] = None,
     geometry: GeometryOption = None,
     model: Annotated[Optional[str], typer.Option(help="Model folder or config.json: compile what serving it would launch.")] = None,
-    tp: Annotated[int, typer.Option(min=1, help="With --model: number of tensor-parallel ranks the model is split over.")] = 1,
+    tp: Annotated[Optional[int], typer.Option(min=1, help="With --model: number of tensor-parallel ranks the model is split over (default 1).")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compile in parallel.")] = max(1, min(8, os.cpu_count() or 1)),
     json: Json = False,
 ) -> None:
@@ -231,29 +267,44 @@ def warmup(
 
     started = time.perf_counter()
     try:
-        arch = probe.parse_arch(target) if target else _default_arch()
+        arch = _default_arch() if target is None else probe.parse_arch(target)
         if arch == 0:
-            raise ValueError("there is no GPU here to compile for; name one, e.g. --target sm70")
+            raise ValueError("nothing is compiled for a CPU and there is no GPU here; name one, e.g. --target sm70")
         if geometry is not None and model is not None:
             raise ValueError("--geometry and --model exclude each other")
+        if tp is not None and model is None:
+            raise ValueError(f"--tp {tp} needs the --model that is split")
         if geometry is not None and not op:
             raise ValueError("--geometry needs the op it belongs to, e.g. sm70-triton warmup attn_decode --geometry ...")
         if probe.interpreting():
             raise ValueError("TRITON_INTERPRET=1 is set, so kernels are interpreted and cannot be compiled; unset it")
-        todo = _jobs(op or [], geometry, model, tp, arch)
+        todo, refused = _jobs(op or [], geometry, model, tp or 1, arch)
     except ValueError as error:
         _fail(str(error), json)
     if not todo:
-        _fail(f"nothing to compile for {probe.arch_name(arch)}: no implementation serves it", json, code=1)
+        _fail(f"nothing to compile for {probe.arch_name(arch)}: {'; '.join(sorted(refused)) or 'the model calls none of these ops'}", json, code=1)
     reports: list[dict[str, Any]] = []
-    columns = (TextColumn("compiling for {task.fields[arch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    columns = (TextColumn("compiling for {task.fields[arch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
     # A fresh interpreter per worker: a forked CUDA or Triton state would be shared.
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool, Progress(*columns, console=err, disable=json) as progress:
-        task = progress.add_task("", total=len(todo), arch=probe.arch_name(arch))
-        futures = {pool.submit(_compile, job, arch): job for job in todo}
-        for future in concurrent.futures.as_completed(futures):
-            reports.append(future.result())
-            progress.update(task, advance=1, description=f"{reports[-1]['op']} {reports[-1]['impl']} {reports[-1]['case']}")
+    pool = concurrent.futures.ProcessPoolExecutor(min(jobs, len(todo)), mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker)
+    try:
+        with Progress(*columns, console=err, disable=json) as progress:
+            task = progress.add_task("", total=len(todo), arch=probe.arch_name(arch))
+            futures = {pool.submit(_compile, job, arch): job for job in todo}
+            for future in concurrent.futures.as_completed(futures):
+                job = futures[future]
+                try:
+                    reports.append(future.result())
+                except concurrent.futures.process.BrokenProcessPool:
+                    died = "a compiling process died (out of memory?); try fewer --jobs"
+                    reports.append({"op": job.op, "impl": job.impl, "case": job.label, "error": died})
+                progress.update(task, advance=1, description=f"{job.op} {job.impl} {job.label}")
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in multiprocessing.active_children():  # a big kernel takes a minute; Triton's cache only ever gets whole files
+            worker.terminate()
+        _fail(f"interrupted: {len(reports)} of {len(todo)} geometries are compiled and stay in Triton's cache; run it again for the rest", json, code=130)
+    pool.shutdown()
     failed = [r for r in reports if r["error"]]
     kernels = sum(len(r.get("kernels") or ()) for r in reports)
     seconds = round(time.perf_counter() - started, 1)
@@ -261,8 +312,8 @@ def warmup(
         _print_json({"target": probe.arch_name(arch), "compiled": len(reports) - len(failed), "failed": len(failed), "seconds": seconds, "items": reports})
     else:
         for item in failed:
-            err.print(f"[red]{item['op']} {item['impl']} {item['case']}[/]: {item['error']}", highlight=False)
-        out.print(f"{len(reports) - len(failed)} of {len(reports)} geometries compiled for {probe.arch_name(arch)} ({kernels} kernel launches) in {seconds} s")
+            _print(err, (f"{item['op']} {item['impl']} {item['case']}", "red"), f": {item['error']}")
+        _print(out, f"{len(reports) - len(failed)} of {len(reports)} geometries compiled for {probe.arch_name(arch)} ({kernels} kernel launches) in {seconds} s")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -279,10 +330,16 @@ def demo(
     json: Json = False,
 ) -> None:
     """Let a real language model (SmolLM2-135M-Instruct) answer through this package's ops."""
-    from .demo import run_demo
     from .types import Sm70Error
 
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=err, transient=True, disable=json) as bar:
+    try:
+        import gguf  # noqa: F401
+        import tokenizers  # noqa: F401
+    except ImportError as error:
+        _fail(f"the demo needs more packages ({error}): pip install 'sm70-triton[demo]'", json, code=1)
+    from .demo import run_demo
+
+    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), console=err, transient=True, disable=json) as bar:
         task = bar.add_task("starting", total=None)
         try:
             result = run_demo(
@@ -295,12 +352,24 @@ def demo(
             _fail(str(error), json, code=1)
     if json:
         return _print_json(result)
-    out.print(result.text, highlight=False)
-    out.print(result.summary(), highlight=False, style="dim")
+    _print(out, result.text)
+    _print(out, (result.summary(), "dim"))
 
 
 def main() -> None:
-    app()
+    """The command line; a request that makes no sense is one JSON object on standard output here too, if JSON was asked for."""
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # a usage error of typer's, whose class moved between versions
+            raise
+        if "--json" in sys.argv:
+            _print_json({"error": error.format_message()})  # pyright: ignore[reportAttributeAccessIssue]
+        error.show()  # pyright: ignore[reportAttributeAccessIssue]
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

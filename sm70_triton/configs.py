@@ -23,6 +23,8 @@ from .types import Geometry, Sm70Error
 log = logging.getLogger("sm70_triton")
 
 SCHEMA = 1
+#: A bucket serves sizes up to this many octaves away, all dynamic axes together: a plan for 8 rows must not serve 8192.
+REACH = 2.0
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="source", tag="measured"):
@@ -111,7 +113,7 @@ def decode(file: Path) -> ConfigFile:
     """Strictly decode one file. Raises CorruptConfig."""
     try:
         config = msgspec.json.decode(file.read_bytes(), type=ConfigFile)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptConfig(f"{file}: {error}") from error
     if config.schema != SCHEMA:
         raise CorruptConfig(f"{file}: schema {config.schema} is not {SCHEMA}, the one this version reads")
@@ -126,47 +128,83 @@ def distance(at: dict[str, int], geometry: Geometry) -> float:
     dynamic = geometry.dynamic()
     if at.keys() != dynamic.keys():
         return math.inf
-    return sum(abs(math.log2(at[name] / max(1, value))) for name, value in dynamic.items())
+    return sum(abs(math.log2(at[name]) - math.log2(max(1, value))) for name, value in dynamic.items())
 
 
 def nearest(config: ConfigFile, geometry: Geometry) -> list[Bucket]:
-    """Buckets of a file from the nearest to the farthest; ties go to the smaller sizes, so the order is total."""
-    usable = [b for b in config.buckets if distance(b.at, geometry) < math.inf]
+    """Buckets of a file within REACH, the nearest first; ties go to the smaller sizes, so the order is total."""
+    usable = [b for b in config.buckets if distance(b.at, geometry) <= REACH]
     return sorted(usable, key=lambda b: (distance(b.at, geometry), sorted(b.at.items())))
 
 
 def lookup(arch: int, op: str, geometry: Geometry) -> Iterator[tuple[str, Path, Bucket]]:
     """(source, file, bucket) in order of precedence, nearest bucket first. Unusable files warn and are passed over."""
-    for source, root in roots():
-        file = path(root, arch, op, geometry)
-        try:
-            config = decode(file)
-        except FileNotFoundError:
-            continue
-        except CorruptConfig as error:
-            _set_aside(source, file, error)
-            continue
-        except OSError as error:
-            log.warning("config %s cannot be read (%s); it is passed over", file, error)
-            continue
-        if (config.op, config.arch, config.static) != (op, arch_name(arch), geometry.static()):
-            _set_aside(source, file, CorruptConfig(f"{file}: op, arch or static axes inside do not match its path"))
-            continue
+    key = (env.get(), arch, op, stem(geometry))
+    files = _files.get(key)
+    if files is None:
+        files = _files[key] = list(_load(arch, op, geometry))
+    for source, file, config in files:
         for bucket in nearest(config, geometry):
             yield source, file, bucket
 
 
-def _set_aside(source: str, file: Path, error: CorruptConfig) -> None:
-    """Keep a bad file for its owner to look at; only files of our own cache are moved."""
-    if source != "user":
-        log.warning("%s; the file is passed over", error)
-        return
-    aside = file.with_name(f"{file.name}.corrupt-{time.time_ns()}")
+#: Files as read, by everything that selects them: the dynamic axes change with every token, the files do not.
+_files: dict[tuple[env.Env, int, str, str], list[tuple[str, Path, ConfigFile]]] = {}
+
+
+def clear() -> None:
+    """Forget the files that were read."""
+    _files.clear()
+
+
+def _load(arch: int, op: str, geometry: Geometry) -> Iterator[tuple[str, Path, ConfigFile]]:
+    for source, root in roots():
+        file = path(root, arch, op, geometry)
+        try:
+            yield source, file, _checked(file, arch, op, geometry)
+        except FileNotFoundError:
+            continue
+        except CorruptConfig as error:
+            if source != "user":
+                log.warning("%s; the file is passed over", error)
+                continue
+            config = _set_aside(file, error, arch, op, geometry)
+            if config is not None:
+                yield source, file, config
+        except OSError as error:
+            log.warning("config %s cannot be read (%s); it is passed over", file, error)
+
+
+def _checked(file: Path, arch: int, op: str, geometry: Geometry) -> ConfigFile:
+    """Decode a file and make sure that it is what its path says. Raises CorruptConfig."""
+    config = decode(file)
+    if (config.op, config.arch, config.static) != (op, arch_name(arch), geometry.static()):
+        raise CorruptConfig(f"{file}: op, arch or static axes inside do not match its path")
+    return config
+
+
+def _set_aside(file: Path, error: CorruptConfig, arch: int, op: str, geometry: Geometry) -> ConfigFile | None:
+    """Move a bad file of our own cache out of the way, for its owner to look at, unless a writer has just replaced it."""
+    from filelock import FileLock, Timeout
+
     try:
-        os.replace(file, aside)
-        log.warning("%s; the file was moved to %s", error, aside.name)
-    except OSError as why:
+        with FileLock(f"{file}.lock", timeout=10):
+            try:
+                return _checked(file, arch, op, geometry)
+            except CorruptConfig:
+                _move_aside(file, error)
+    except FileNotFoundError:
+        pass
+    except (OSError, Timeout) as why:
         log.warning("%s; the file is passed over (moving it aside failed: %s)", error, why)
+    return None
+
+
+def _move_aside(file: Path, error: CorruptConfig) -> None:
+    """The caller holds the file's lock."""
+    aside = file.with_name(f"{file.name}.corrupt-{time.time_ns()}")
+    os.replace(file, aside)
+    log.warning("%s; the file was moved to %s", error, aside.name)
 
 
 def write_atomic(file: Path, data: bytes) -> None:
@@ -193,20 +231,21 @@ def write(arch: int, op: str, geometry: Geometry, bucket: Bucket, root: Path | N
     from filelock import FileLock
 
     file = path(root or user_root(), arch, op, geometry)
-    if not bucket.at or distance(bucket.at, geometry) == math.inf:
-        raise ValueError(f"bucket.at={bucket.at}: its axes must be exactly {sorted(geometry.dynamic())}")
+    if not bucket.at or bucket.at.keys() != geometry.dynamic().keys() or min(bucket.at.values()) < 1:
+        raise ValueError(f"bucket.at={bucket.at}: its axes must be exactly {sorted(geometry.dynamic())}, with values of at least 1")
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         kept: list[Bucket] = []
         try:
-            kept = [b for b in decode(file).buckets if b.at != bucket.at]
+            kept = [b for b in _checked(file, arch, op, geometry).buckets if b.at != bucket.at]
         except FileNotFoundError:
             pass
         except CorruptConfig as error:
             if root is not None:
                 raise
-            _set_aside("user", file, error)
+            _move_aside(file, error)
         buckets = sorted([*kept, bucket], key=lambda b: sorted(b.at.items()))
         config = ConfigFile(schema=SCHEMA, op=op, arch=arch_name(arch), static=geometry.static(), buckets=buckets)
         write_atomic(file, msgspec.json.format(msgspec.json.encode(config), indent=1) + b"\n")
+    clear()
     return file

@@ -5,11 +5,14 @@ This is the only place that knows how a model is split. Everything after it sees
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+log = logging.getLogger("sm70_triton")
 
 #: Tokens per call that a server commonly meets: decode batches, then prefill chunks.
 TOKENS = (1, 2, 4, 8, 16, 32, 512, 2048, 8192)
@@ -27,13 +30,15 @@ class LayerCall(msgspec.Struct, frozen=True, kw_only=True):
 def load_config(path: str | Path) -> dict[str, Any]:
     """Read config.json from a model folder or from the file itself; the text model's part of a multimodal config."""
     file = Path(path)
-    if file.is_dir():
-        file = file / "config.json"
     try:
+        if file.is_dir():
+            file = file / "config.json"
         config = json.loads(file.read_text())
     except FileNotFoundError:
         raise ValueError(f"model {str(path)!r}: {file} does not exist; give a folder with a config.json, or the file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ValueError(f"model {str(path)!r}: {file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model {str(path)!r}: {file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"model {str(path)!r}: {file} holds a {type(config).__name__}, an object is expected")
@@ -57,36 +62,50 @@ def _split(name: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
+def _is_object(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"quantization_config{where}={value!r}; an object is expected")
+    return value
+
+
+def _group_size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value > 0):
+        raise ValueError(f"quantization_config: group_size={value!r}; a positive integer, or -1 for whole rows, is expected")
+    return value
+
+
 def weight_format(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """{"op", "format", "group"} of the checkpoint's linear layers; None for an unquantised one."""
     quant = config.get("quantization_config")
     if not quant:
         return None
+    _is_object("", quant)
     method = str(quant.get("quant_method", "")).lower()
     if method in ("awq", "gptq"):
         bits = quant.get("bits", quant.get("w_bit"))
         if bits != 4:
             raise ValueError(f"quantization_config.bits={bits!r} with {method}; 4 is served")
-        return {"op": "gemm_w4a16", "format": method, "group": int(quant.get("group_size", quant.get("q_group_size", 128)))}
+        return {"op": "gemm_w4a16", "format": method, "group": _group_size(quant.get("group_size", quant.get("q_group_size", 128)))}
     if method == "fp8":
         return {"op": "gemm_w8a16", "format": "fp8_block" if quant.get("weight_block_size") else "fp8_tensor"}
     if method == "mxfp4":
         return {"op": "gemm_w4a16", "format": "mxfp4"}
     if method in ("modelopt", "modelopt_fp4"):
-        algorithm = str(quant.get("quant_algo", quant.get("quantization", {}).get("quant_algo", ""))).upper()
+        inner = _is_object(".quantization", quant.get("quantization", {}))
+        algorithm = str(quant.get("quant_algo", inner.get("quant_algo", ""))).upper()
         if algorithm == "NVFP4":
             return {"op": "gemm_w4a16", "format": "nvfp4"}
         if algorithm == "FP8":
             return {"op": "gemm_w8a16", "format": "fp8_tensor"}
         raise ValueError(f"quantization_config.quant_algo={algorithm!r} of modelopt; NVFP4 and FP8 are served")
     if method == "compressed-tensors":
-        for group in quant.get("config_groups", {}).values():
-            weights = group.get("weights") or {}
+        for name, group in _is_object(".config_groups", quant.get("config_groups", {})).items():
+            weights = _is_object(f".config_groups.{name}.weights", _is_object(f".config_groups.{name}", group).get("weights") or {})
             bits, kind, size = weights.get("num_bits"), weights.get("type"), weights.get("group_size")
             if (bits, kind) == (4, "float"):
                 return {"op": "gemm_w4a16", "format": "nvfp4"}
             if (bits, kind) == (4, "int"):
-                return {"op": "gemm_w4a16", "format": "int4", **({"group": int(size)} if size else {})}
+                return {"op": "gemm_w4a16", "format": "int4", **({"group": _group_size(size)} if size else {})}
             if (bits, kind) == (8, "float"):
                 strategy = str(weights.get("strategy"))
                 return {"op": "gemm_w8a16", "format": {"block": "fp8_block", "tensor": "fp8_tensor"}.get(strategy, "fp8_channel")}
@@ -122,7 +141,7 @@ def layer_calls(
     local_q = _split("num_attention_heads", heads, tp)
     local_kv = _split("num_key_value_heads", kv_heads, tp) if kv_heads >= tp else 1
     local_inter = _split("intermediate_size", intermediate, tp)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    window = _positive(config, "sliding_window") if config.get("sliding_window") and config.get("use_sliding_window", True) else None
 
     attention = {
         "q_heads": local_q, "kv_heads": local_kv, "head_dim": head_dim, "kv_dtype": kv_dtype, "page_size": page_size,
@@ -146,9 +165,12 @@ def layer_calls(
         shapes = {
             "qkv_proj": ((local_q + 2 * local_kv) * head_dim, hidden, None),
             "o_proj": (hidden, local_q * head_dim, None),
-            "gate_up_proj": (2 * local_inter, hidden, gate),
-            "down_proj": (hidden, local_inter, None),
         }
+        experts = next((name for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name)), None)
+        if experts is None:
+            shapes |= {"gate_up_proj": (2 * local_inter, hidden, gate), "down_proj": (hidden, local_inter, None)}
+        else:
+            log.warning("config.json: %s=%s: a mixture of experts is not served yet, its expert layers are left out", experts, config[experts])
         base = {k: v for k, v in quantised.items() if k != "op"}
         for layer, (n, k, gated) in shapes.items():
             for count in tokens:

@@ -41,7 +41,11 @@ def arch_of(device: Any) -> int:
     if assumed is not None:
         return assumed
     if device.type == "cuda":
-        return _cuda_arch(0 if device.index is None else device.index)
+        if device.index is None:  # the current device, as for torch
+            import torch
+
+            return _cuda_arch(torch.cuda.current_device())
+        return _cuda_arch(device.index)
     if device.type == "cpu":
         return 0
     raise ValueError(f"device {str(device)!r} is not served; accepted: cuda and cpu tensors")
@@ -49,7 +53,7 @@ def arch_of(device: Any) -> int:
 
 def parse_arch(text: str) -> int:
     """`sm70`, `sm_70`, `70` or `cpu` -> 70 or 0."""
-    match = re.fullmatch(r"(?:sm_?)?(\d{2,3})", text.strip().lower())
+    match = re.fullmatch(r"(?:sm_?)?([1-9][0-9]{1,2})", text.strip().lower())
     if text.strip().lower() == "cpu":
         return 0
     if not match:
@@ -147,8 +151,8 @@ def nvrtc() -> dict[str, Any]:
         return {"version": None, "sm70": False, "error": str(error)}
     try:
         module.compile_cubin("mma_probe.cu", arch=70)
-    except module.CompileError as error:
-        return {"version": version, "sm70": False, "error": str(error)}
+    except Exception as error:  # a half-installed CuPy meets anything; the doctor has to survive it
+        return {"version": version, "sm70": False, "error": str(error) or type(error).__name__}
     return {"version": version, "sm70": True, "error": None}
 
 
@@ -176,13 +180,17 @@ def doctor() -> dict[str, Any]:
     cupy = package_version("cupy-cuda12x") or package_version("cupy-cuda13x") or package_version("cupy")
     fix: list[str] = []
     if not assembler["sm70"]:
+        gone = assembler["version"] and int(assembler["version"].split(".")[0]) >= 13
+        why = "does not know sm_70 (CUDA 13 removed it)" if gone else f"does not assemble for sm_70 ({_last_line(assembler['error'])})"
         fix.append(
-            f"ptxas {assembler['version'] or '(none)'} at {assembler['path']} does not know sm_70 (CUDA 13 removed it): unset TRITON_PTXAS_PATH, or "
+            f"ptxas {assembler['version'] or '(none)'} at {assembler['path']} {why}: unset TRITON_PTXAS_PATH, or "
             "pip install 'triton>=3.6,<4', whose wheel brings a ptxas 12 that does"
         )
     if compiler["version"] and not compiler["sm70"]:
+        gone = int(compiler["version"].split(".")[0]) >= 13
+        why = "CUDA 13 removed it" if gone else _last_line(compiler["error"])
         fix.append(
-            f"NVRTC {compiler['version']} does not compile for sm_70 (CUDA 13 removed it): pip uninstall -y cupy-cuda13x; pip install 'sm70-triton[cuda]', "
+            f"NVRTC {compiler['version']} does not compile for sm_70 ({why}): pip uninstall -y cupy-cuda13x; pip install 'sm70-triton[cuda]', "
             "which brings cupy-cuda12x and NVRTC 12"
         )
     if package_version("cupy-cuda13x"):
@@ -202,6 +210,10 @@ def doctor() -> dict[str, Any]:
         "gpus": cards,
         "fix": fix,
     }
+
+
+def _last_line(text: str | None) -> str:
+    return (text or "no output").strip().splitlines()[-1]
 
 
 def _compiled_arch_list() -> list[str]:

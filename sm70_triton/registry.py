@@ -97,6 +97,8 @@ def impl(
     def decorate(launch: F) -> F:
         if name in declared.impls:
             raise ValueError(f"{declared.name} already has an implementation {name!r}")
+        for key in [key for key in _routes if key[0] == declared.name]:
+            del _routes[key]  # decided without it
         declared.impls[name] = Impl(
             op=declared.name, name=name, rev=rev, needs=needs, arithmetic=arithmetic, plan=plan, launch=launch, supports=supports,
             feasible=feasible, default=default, candidates=candidates, priority=priority, automatic=automatic,
@@ -108,8 +110,7 @@ def impl(
 
 def discover() -> dict[str, Op]:
     """Import every op file and return the registry."""
-    from . import ops
-
+    ops = importlib.import_module(f"{__package__}.ops")  # by name: found at run time, never a dependency of this module
     for module in pkgutil.iter_modules(ops.__path__):
         if not module.name.startswith("_"):
             importlib.import_module(f"{ops.__name__}.{module.name}")
@@ -136,8 +137,13 @@ _overrides: contextvars.ContextVar[tuple[tuple[str, Choice], ...]] = contextvars
 
 @contextmanager
 def override(op_name: str, impl: str | None = None, *, plan: Plan | None = None, require: Arithmetic = FULL_PRECISION) -> Iterator[None]:
-    """Inside the block, `op_name` is served by `impl` with `plan`, under the admission rule `require`. Never falls back."""
+    """Inside the block, `op_name` is served by `impl` with `plan`, under the admission rule `require`. Never falls back.
+
+    Holds for this thread and this asyncio task; of nested blocks for one op the innermost alone counts. Raises ValueError, TypeError.
+    """
     declared = get(op_name)
+    if not isinstance(require, Arithmetic):
+        raise TypeError(f"require={require!r}; a sm70_triton.types.Arithmetic is accepted")
     if impl is not None and impl not in declared.impls:
         raise ValueError(f"impl={impl!r} is not an implementation of {op_name}; accepted: {', '.join(declared.impls)}")
     if plan is not None:
@@ -151,7 +157,9 @@ def override(op_name: str, impl: str | None = None, *, plan: Plan | None = None,
         _overrides.reset(token)
 
 
-_routes: dict[tuple[str, Geometry, int, Choice | None], Route] = {}
+_routes: dict[tuple[str, Geometry, int, Choice | None, env.Env], Route] = {}
+_MOST_ROUTES = 1 << 15  # lengths change with every token; a server runs for months
+_said: set[str] = set()
 
 
 def resolve(declared: Op, geometry: Geometry, arch: int) -> Route:
@@ -164,10 +172,13 @@ def resolve(declared: Op, geometry: Geometry, arch: int) -> Route:
         if name == declared.name:
             choice = asked
             break
-    key = (declared.name, geometry, arch, choice)
+    key = (declared.name, geometry, arch, choice, env.get())
     route = _routes.get(key)
     if route is None:
-        route = _routes[key] = _resolve(declared, geometry, arch, choice)
+        route = _resolve(declared, geometry, arch, choice)
+        if len(_routes) >= _MOST_ROUTES:
+            _routes.clear()
+        _routes[key] = route
         _report(declared, geometry, arch, route)
     return route
 
@@ -184,14 +195,16 @@ def launch(route: Route, geometry: Geometry, device: Any, **tensors: Any) -> Non
 
 
 def clear() -> None:
-    """Forget every cached route (after writing configs or changing the environment)."""
+    """Forget every cached route and config file (after another process wrote configs)."""
     _routes.clear()
+    _said.clear()
+    configs.clear()
 
 
 def served() -> dict[str, dict[str, int]]:
-    """{op: {implementation: number of distinct geometries it was resolved for}} in this process."""
+    """{op: {implementation: number of distinct geometries it was resolved for}} in this process, of the routes in the cache."""
     counts: dict[str, dict[str, int]] = {}
-    for (name, _, _, _), route in _routes.items():
+    for (name, *_), route in list(_routes.items()):  # other threads add to it
         per_op = counts.setdefault(name, {})
         per_op[route.impl.name] = per_op.get(route.impl.name, 0) + 1
     return counts
@@ -212,7 +225,7 @@ def refusal(candidate: Impl, geometry: Geometry, arch: int, require: Arithmetic 
 def _resolve(declared: Op, geometry: Geometry, arch: int, choice: Choice | None) -> Route:
     require = choice.require if choice else FULL_PRECISION
     for name in env.get().impl:
-        if name not in OPS:
+        if name not in OPS and name not in discover():  # an op file may not have been imported yet
             raise ResolveError(f"SM70_TRITON_IMPL names the op {name!r}, which does not exist; accepted: {', '.join(sorted(OPS))}")
     forced, source = (choice.impl, "override") if choice and choice.impl else (env.get().impl.get(declared.name), "env")
     if forced is not None and forced not in declared.impls:
@@ -251,16 +264,16 @@ def _resolve(declared: Op, geometry: Geometry, arch: int, choice: Choice | None)
         if candidate is None:
             continue  # refused above, and listed with its reason
         if bucket.rev != candidate.rev:
-            log.warning("%s: a plan of %s rev %d is ignored, this version has rev %d", file, bucket.impl, bucket.rev, candidate.rev)
+            _warn_once(f"{file}: a plan of {bucket.impl} rev {bucket.rev} is ignored, this version has rev {candidate.rev}")
             continue
         try:
             plan = msgspec.convert(bucket.plan, candidate.plan)
         except msgspec.ValidationError as error:
-            log.warning("%s: a plan of %s is ignored: %s", file, bucket.impl, error)
+            _warn_once(f"{file}: a plan of {bucket.impl} is ignored: {error}")
             continue
         reason = candidate.feasible(plan, geometry, arch)
         if reason is not None:
-            log.warning("%s: plan %r of %s is ignored: %s", file, plan, bucket.impl, reason)
+            _warn_once(f"{file}: plan {plan!r} of {bucket.impl} is ignored: {reason}")
             continue
         return route(candidate, plan, source if forced else found_in, str(file))
 
@@ -275,11 +288,20 @@ def _resolve(declared: Op, geometry: Geometry, arch: int, choice: Choice | None)
     raise ResolveError(f"no implementation of {declared.name} can serve {geometry!r} on {probe.arch_name(arch)}:{lines}")
 
 
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
+
+
 def _report(declared: Op, geometry: Geometry, arch: int, route: Route) -> None:
-    """One line per new route, so that a log shows what served what and what was passed over."""
+    """One line per new route, so that a log shows what served what and what was passed over; lengths and batch sizes that change
+    nothing else are not repeated."""
     refused = "; ".join(f"{r.impl}: {r.reason}" for r in route.refused) or "none"
     hint = ""
     if route.source == "default" and arch > 0:
         hint = f"; no tuned plan for this geometry: sm70-triton explain {declared.name} shows the lookup"
-    log.info("%s %s on %s -> %s (%s); refused: %s%s", declared.name, configs.stem(geometry), probe.arch_name(arch), route.impl.name,
-             route.source, refused, hint)
+    line = f"{declared.name} {configs.stem(geometry)} on {probe.arch_name(arch)} -> {route.impl.name} ({route.source}); refused: {refused}{hint}"
+    if line not in _said:
+        _said.add(line)
+        log.info("%s", line)

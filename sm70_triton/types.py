@@ -11,6 +11,9 @@ from typing import Any, ClassVar
 import msgspec
 from typing_extensions import Self
 
+#: The largest size of anything in a geometry or plan: kernels count in int32.
+LARGEST = 2**31 - 1
+
 
 class Sm70Error(Exception):
     """Base of every error this package raises for a reason of its own."""
@@ -39,9 +42,12 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if key not in accepted:
                 raise ValueError(f"geometry key {key!r} is not known; accepted: {', '.join(accepted)}")
         values = {**cls.DEFAULTS, **{k: v for k, v in keys.items() if k in cls.__struct_fields__}}
+        for key, value in values.items():
+            if isinstance(value, int) and not -LARGEST <= value <= LARGEST:
+                raise ValueError(f"geometry key {key!r} is {len(str(abs(value)))} digits long; sizes up to {LARGEST} are accepted")
         try:
             return msgspec.convert(values, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeError) as error:  # a lone surrogate is no text
             raise ValueError(f"geometry {dict(keys)}: {error}") from error
 
     def static(self) -> dict[str, Any]:
@@ -54,7 +60,19 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tile choices of one implementation; subclasses add the fields."""
+    """Tile choices of one implementation; subclasses add the fields. Numbers are at least 1; those of `block_*` and `num_warps`
+    (at most 32) are powers of two, as Triton demands. Raises ValueError.
+    """
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue
+            if not 1 <= value <= LARGEST or (name == "num_warps" and value > 32):
+                raise ValueError(f"{name}={value}: 1 to {32 if name == 'num_warps' else LARGEST} is accepted")
+            if (name == "num_warps" or name.startswith("block_")) and value & (value - 1):
+                raise ValueError(f"{name}={value}: a power of two is accepted")
 
 
 class Arithmetic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import ROOT
 
-from sm70_triton import attn_decode, attn_prefill, override, verify
+from sm70_triton import attn_decode, attn_prefill, kv_write, override, verify
 from sm70_triton.ops import _attention, _kv
 from sm70_triton.ops import attn_decode as decode_file
 from sm70_triton.ops import attn_prefill as prefill_file
@@ -296,6 +296,89 @@ def test_workspace_is_a_function_of_the_sizes():
         decode_file.attn_decode_workspace(batch=1, q_heads=5, kv_heads=2, head_dim=64, max_seqlen_k=9)
 
 
+@pytest.mark.parametrize("impl", ["torch", "simt"])
+@pytest.mark.parametrize("op, build", [(PREFILL, prefill_inputs), (DECODE, decode_inputs)], ids=["prefill", "decode"])
+def test_scales_of_any_shape(op, build, impl, device, seed):
+    """[heads, 1], [1, heads, 1], [1, 1] and [] are common in checkpoints."""
+    inputs = build(seed, device, geometry={"kv_dtype": "e4m3"}, scaled=True)
+    with override(op.name, impl):
+        for one in (False, True):
+            scales = [inputs[name][:1] if one else inputs[name] for name in ("k_scale", "v_scale")]
+            want = op.call(**{**inputs, "k_scale": scales[0], "v_scale": scales[1], "out": None})
+            for shape in ((1, 1), ()) if one else ((2, 1), (1, 2, 1)):
+                k_scale, v_scale = (scale.reshape(shape) for scale in scales)
+                assert torch.equal(op.call(**{**inputs, "k_scale": k_scale, "v_scale": v_scale, "out": None}), want), shape
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_widest_window_is_no_window(causal, device, seed):
+    """Positions plus or minus 2^31 - 1 do not fit in int32; queries before the first key have negative positions."""
+    lens = ((15, 66), (4, 0), (9, 3)) if not causal else LENS
+    inputs = prefill_inputs(seed, device, lens=lens, geometry={"causal": causal})
+    plan = prefill_file.SimtPlan(block_m=16, block_n=16, num_warps=4)
+    everything = run_simt(PREFILL, inputs, plan)
+    for window in (2**31 - 1, 2**31 - 5):
+        assert torch.equal(run_simt(PREFILL, {**inputs, "window": window}, plan), everything)
+
+
+def test_heads_far_apart(device, seed):
+    """Heads as the outermost axis of a cache: head * stride exceeds int32. The storage is 2 GiB of which few pages are touched."""
+    storage = torch.empty(2**31 + 2**16, dtype=torch.uint8, device=device)
+    caches = [storage.as_strided((2, 4, 3, 16), (64, 16, 2**30, 1), offset) for offset in (0, 4096)]
+    g = torch.Generator().manual_seed(seed)
+    key, value = (torch.randn(5, 3, 16, generator=g).half().to(device) for _ in "kv")
+    slots = torch.tensor([4, 5, 6, 7, 0], device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    found = {}
+    for far, (k_cache, v_cache) in ((True, caches), (False, [torch.empty((2, 4, 3, 16), dtype=torch.uint8, device=device) for _ in "kv"])):
+        for cache in (k_cache, v_cache):
+            cache.fill_(0x7F)
+        inputs = {
+            "q": torch.ones(1, 6, 16, dtype=torch.float16, device=device), "k_cache": k_cache, "v_cache": v_cache,
+            "block_table": torch.tensor([[1, 0]], **ints), "seq_lens": torch.tensor([5], **ints), "max_seqlen_k": 5, "kv_dtype": "e5m2",
+        }  # fmt: skip
+        with override("kv_write", "simt"), override("attn_decode", "simt"), override("attn_prefill", "simt"):
+            kv_write(key, value, k_cache, v_cache, slots, kv_dtype="e5m2")
+            found[far] = [k_cache, v_cache, attn_decode(**inputs), attn_prefill(**inputs, cu_seqlens_q=torch.tensor([0, 1], **ints), max_seqlen_q=1)]
+    for far, near in zip(found[True], found[False], strict=True):
+        assert torch.equal(far, near) and bool((near[:1] != 0).any())
+
+
+@pytest.mark.parametrize("kv_dtype", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("impl", ["torch", "simt"])
+def test_every_nan_is_stored_as_0x7f(impl, kv_dtype, device):
+    """Also one with a sign, and in the middle of a vector: the bytes must not depend on the implementation."""
+    nan = torch.full((3, 1, 64), -512, dtype=torch.int16, device=device).view(torch.float16)  # 0xfe00
+    caches = [torch.zeros(1, 4, 1, 64, dtype=torch.uint8, device=device) for _ in "kv"]
+    with override("kv_write", impl):
+        kv_write(nan, nan, *caches, torch.arange(3, device=device), kv_dtype=kv_dtype)
+    for cache in caches:
+        assert bool((cache[:, :3] == 0x7F).all()) and bool((cache[:, 3:] == 0).all())
+
+
+@pytest.mark.parametrize("heads, dim", [(0, 16), (2, 0)])
+@pytest.mark.parametrize("impl", ["torch", "simt"])
+def test_nothing_to_write(impl, heads, dim, device):
+    key, cache = (torch.zeros(*shape, heads, dim, dtype=torch.float16, device=device) for shape in ((3,), (2, 4)))
+    with override("kv_write", impl):
+        kv_write(key, key, cache, cache.clone(), torch.arange(3, device=device))
+
+
+def test_a_launch_is_no_longer_than_the_queries(monkeypatch, seed):
+    """max_seqlen_q may be a server's limit; a grid of 2^31 query tiles would not start."""
+    grids = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(prefill_file, "_attn_prefill_simt_kernel", Kernel())
+    with override("attn_prefill", "simt"):
+        attn_prefill(**{**prefill_inputs(seed, "cpu"), "max_seqlen_q": 2**31 - 1})
+    assert grids[0][0] <= 20 * 3 * 3  # 20 tokens x 3 heads of a group in tiles of at least one row, 3 sequences
+
+
 BAD = [
     ("prefill", {"q": lambda t: t.float()}, TypeError, "q.dtype=torch.float32; accepted: float16"),
     ("prefill", {"q": lambda t: t[:, :5]}, ValueError, "q has 5 heads"),
@@ -323,6 +406,20 @@ BAD = [
     ("decode", {"seq_lens": lambda t: t[:2], "block_table": lambda t: t[:2]}, ValueError, "seq_lens has 2 elements, q has 3 sequences"),
     ("decode", {"workspace": lambda t: t[:-1]}, ValueError, "workspace has .* bytes; attn_decode_workspace asks for"),
     ("decode", {"workspace": lambda t: t.double()}, TypeError, "workspace.dtype=torch.float64; accepted: float32, uint8"),
+    ("decode", {"workspace": lambda t: torch.empty(t.nbytes + 1, dtype=torch.uint8)[1:]}, ValueError, "workspace begins at byte 1 of its storage"),
+    ("decode", {"q": None, "out": lambda t: t}, TypeError, "q is a NoneType; a tensor"),
+    ("decode", {"k_cache": None}, TypeError, "k_cache is a NoneType; a tensor"),
+    ("decode", {"seq_lens": [150, 9, 64]}, TypeError, "seq_lens is a list; a tensor"),
+    ("decode", {"k_scale": 0.5}, TypeError, "k_scale is a float; a float32 tensor or None"),
+    ("decode", {"max_seqlen_k": torch.tensor(150)}, TypeError, "max_seqlen_k is a Tensor; an int"),
+    ("prefill", {"max_seqlen_q": 15.0}, TypeError, "max_seqlen_q is a float; an int"),
+    ("prefill", {"scale": torch.tensor(0.1)}, TypeError, "scale is a Tensor; a float"),
+    ("prefill", {"softcap": 1e300}, ValueError, "softcap=1e.300: a positive number"),
+    ("prefill", {"scale": 1e300}, ValueError, "scale=1e.300: it must be finite"),
+    ("prefill", {"window": 2.5}, TypeError, "window is a float; an int"),
+    ("prefill", {"window": 2**31}, ValueError, "window=2147483648: .*below 2.31"),
+    ("prefill", {"out": lambda t: t[:1].expand(t.shape)}, ValueError, "out.shape=.*must not be expanded"),
+    ("prefill", {"lse": lambda t: t[:1].expand(t.shape)}, ValueError, "lse.shape=.*must not be expanded"),
     ("decode", {"max_seqlen_k": 100}, ValueError, r"seq_lens\[0\]=150 exceeds max_seqlen_k=100"),
 ]
 
@@ -379,7 +476,7 @@ import json
 from sm70_triton import aot
 from sm70_triton.ops import _attention, attn_decode, attn_prefill
 found = []
-for keys in ({"head_dim": 64}, {"head_dim": 72, "kv_dtype": "e5m2", "alibi": True}, {"head_dim": 256, "q_heads": 24, "kv_heads": 4, "kv_dtype": "e4m3"}):
+for keys in ({"head_dim": 64}, {"q_heads": 48, "kv_heads": 1}, {"head_dim": 72, "kv_dtype": "e5m2", "alibi": True}, {"head_dim": 256, "q_heads": 24, "kv_heads": 4, "kv_dtype": "e4m3"}):
     for op in (attn_prefill.OP, attn_decode.OP):
         geometry = op.geometry.from_keys(keys)
         route, launches = aot.compile(op, geometry, 70, impl="simt")

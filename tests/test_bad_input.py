@@ -1,5 +1,6 @@
 """Bad input gives an error that names the argument, its value and what is accepted, before any kernel starts; never a crash."""
 import re
+import sys
 
 import pytest
 import torch
@@ -130,6 +131,49 @@ def test_an_fp16_cache_has_no_scale():
     op, inputs = inputs_of("kv_write", "odd_sizes")
     inputs["k_scale"] = torch.ones(1)
     refuse(op, inputs, "k_scale was given with an FP16 cache")
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"key": None}, "key is a NoneType"),
+    ({"v_cache": None}, "v_cache is a NoneType"),
+    ({"k_scale": 2.0}, "k_scale is a float; a float32 tensor or None"),
+    ({"k_cache": torch.zeros(1, 16, 2, 64, dtype=torch.uint8).expand(9, 16, 2, 64), "v_cache": torch.zeros(9, 16, 2, 64, dtype=torch.uint8)},
+     "k_cache.shape=.*must not be expanded"),
+])  # fmt: skip
+def test_kv_write_arguments(change, message):
+    op, inputs = inputs_of("kv_write", "e4m3")
+    refuse(op, {**inputs, **change}, message)
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("impl", ["torch", "simt"])
+def test_nothing_around_a_call_changes_it(name, impl):
+    """Autocast would take the matrix products of an implementation in torch to bfloat16; nothing here is differentiable."""
+    op, inputs = inputs_of(name)
+    plain, inside = ({n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in inputs.items()} for _ in range(2))
+    for n in {"q", "x", "key", "value", *op.outputs} & inside.keys():
+        if inside[n] is not None and inside[n].is_floating_point():
+            inside[n].requires_grad_()
+    with registry.override(name, impl):
+        op.call(**plain)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            op.call(**inside)
+    for n in op.outputs:
+        if inside.get(n) is not None:
+            assert inside[n].is_leaf and torch.equal(inside[n].detach().contiguous().view(torch.uint8), plain[n].contiguous().view(torch.uint8)), n
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_launch_goes_to_the_device_of_the_tensors(name, monkeypatch):
+    """`registry.launch` makes that device current; a kernel launched without it would run on another GPU."""
+    op, inputs = inputs_of(name)
+    module = sys.modules[op.call.__module__]
+    seen = []
+    for owner in (module, getattr(module, "_gemm", None)):
+        if hasattr(owner, "launch"):
+            monkeypatch.setattr(owner, "launch", lambda route, geometry, device, **tensors: seen.append(device))
+    op.call(**inputs)
+    assert seen == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("name", [n for n in OPS if n.startswith("gemm")])

@@ -52,6 +52,9 @@ def test_static_axes_in_a_name_are_unambiguous():
         lambda text: text.replace('"tokens": 64', '"tokens": 0'),
         lambda text: text.replace('"head_dim": 256', '"head_dim": 128'),
         lambda text: "\x00\xff" * 20,
+        lambda text: "[]",
+        lambda text: text.replace('"tokens": 64', '"tokens": 64.0'),
+        lambda text: text.replace('"kv_dtype": "e4m3"', '"kv_dtype": ' + "[" * 100_000 + "]" * 100_000),
     ],
 )
 def test_a_damaged_file_is_moved_aside_and_the_default_serves(damage, caplog):
@@ -94,9 +97,72 @@ def test_a_crash_while_writing_keeps_the_old_file(monkeypatch):
     assert not [p for p in file.parent.iterdir() if p.name.startswith(f".{file.name}.") and not p.name.endswith(".lock")]
 
 
-def test_a_bucket_must_name_the_dynamic_axes():
-    with pytest.raises(ValueError, match=r"exactly \['tokens'\]"):
-        configs.write(70, "kv_write", GEOMETRY, msgspec.structs.replace(bucket(), at={"M": 1}))
+@pytest.mark.parametrize("at", [{"M": 1}, {}, {"tokens": 0}, {"tokens": 1, "M": 1}])
+def test_a_bucket_must_name_the_dynamic_axes(at):
+    with pytest.raises(ValueError, match=r"exactly \['tokens'\], with values of at least 1"):
+        configs.write(70, "kv_write", GEOMETRY, msgspec.structs.replace(bucket(), at=at))
+
+
+def test_a_bucket_of_astronomic_size_is_only_far_away():
+    configs.write(70, "kv_write", GEOMETRY, bucket(10**300, block=4))
+    configs.write(70, "kv_write", GEOMETRY, bucket(32, block=8))
+    assert registry.resolve(OP, GEOMETRY, 70).plan.block_t == 8
+
+
+def test_a_file_under_a_wrong_name_is_not_added_to():
+    """A copy for another shape would otherwise lend its plans to this one as soon as a bucket is written."""
+    other = msgspec.structs.replace(GEOMETRY, head_dim=64)
+    file = configs.write(70, "kv_write", GEOMETRY, bucket())
+    copy = configs.path(configs.user_root(), 70, "kv_write", other)
+    copy.write_bytes(file.read_bytes())
+    assert configs.write(70, "kv_write", other, bucket(8)) == copy
+    assert configs.decode(copy).buckets == [bucket(8)]
+    assert len(list(file.parent.glob("*.corrupt-*"))) == 1
+
+
+def test_a_reader_that_met_a_bad_file_does_not_move_its_replacement(monkeypatch):
+    file = configs.write(70, "kv_write", GEOMETRY, bucket())
+    good = file.read_bytes()
+    file.write_text("{")
+    decode = configs.decode
+
+    def replaced_meanwhile(path):
+        try:
+            return decode(path)
+        finally:
+            path.write_bytes(good)
+
+    monkeypatch.setattr(configs, "decode", replaced_meanwhile)
+    assert registry.resolve(OP, GEOMETRY, 70).source == "user"
+    assert file.read_bytes() == good and not list(file.parent.glob("*.corrupt-*"))
+
+
+@pytest.mark.parametrize("make", [lambda root, file: root.write_text(""), lambda root, file: file.mkdir(parents=True)], ids=["root_is_a_file", "file_is_a_folder"])
+def test_an_unreadable_cache_is_reported_and_the_default_serves(make, caplog):
+    root = configs.user_root()
+    root.parent.mkdir(parents=True)
+    make(root, configs.path(root, 70, "kv_write", GEOMETRY))
+    assert registry.resolve(OP, GEOMETRY, 70).source == "default"
+    assert "cannot be read" in caplog.text
+
+
+def test_a_bad_file_in_a_cache_that_cannot_be_written_is_passed_over(monkeypatch, caplog):
+    file = configs.write(70, "kv_write", GEOMETRY, bucket())
+    file.write_text("{")
+
+    def read_only(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(configs.os, "replace", read_only)
+    assert registry.resolve(OP, GEOMETRY, 70).source == "default"
+    assert file.read_text() == "{" and "moving it aside failed" in caplog.text
+
+
+def test_a_symbolic_link_serves(tmp_path):
+    file = configs.write(70, "kv_write", GEOMETRY, bucket())
+    real = file.rename(tmp_path / "real.json")
+    file.symlink_to(real)
+    assert registry.resolve(OP, GEOMETRY, 70).source == "user"
 
 
 def _write_one(arguments):
@@ -109,6 +175,30 @@ def test_concurrent_writers_lose_nothing(tmp_path):
         pool.map(_write_one, [(str(tmp_path), 2**i) for i in range(12)])
     file = configs.path(tmp_path, 70, "kv_write", GEOMETRY)
     assert sorted(b.at["tokens"] for b in configs.decode(file).buckets) == [2**i for i in range(12)]
+
+
+def _write_many(root, first, report):
+    for tokens in range(first, first + 1000):
+        configs.write(70, "kv_write", GEOMETRY, bucket(tokens), root=Path(root))
+        report.send(tokens)
+
+
+def test_a_writer_that_is_killed_loses_nothing_that_it_reported(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    written = set()
+    for first in (1, 10_001):
+        receive, send = context.Pipe(duplex=False)
+        writer = context.Process(target=_write_many, args=(str(tmp_path), first, send))
+        writer.start()
+        for _ in range(10):
+            written.add(receive.recv())
+        writer.kill()
+        writer.join()
+        while receive.poll():
+            written.add(receive.recv())
+    kept = {b.at["tokens"] for b in configs.decode(configs.path(tmp_path, 70, "kv_write", GEOMETRY)).buckets}
+    assert written <= kept and len(written) >= 20
+    configs.write(70, "kv_write", GEOMETRY, bucket(5000), root=tmp_path)  # the lock did not stay behind
 
 
 SHIPPED = sorted((configs.shipped_root() or Path("/nonexistent")).rglob("*.json"))

@@ -1043,7 +1043,7 @@ def test_packed_weight_made_under_torch_compile():
 @FEW
 @given(data=st.data())
 def test_a_gpu_gives_what_the_cpu_gives(layout, data):
-    """pack, dequantize, unpack and concat, bit for bit. Not `quantize`: torch divides by a Python number in another way there."""
+    """pack, dequantize and unpack, bit for bit. Not `quantize`: torch divides by a Python number in another way there."""
     checkpoint = MAKERS[layout](Source(data.draw), layout)
     here = checkpoint.pack()
     there = formats.pack(layout, {name: t.cuda() for name, t in checkpoint.tensors.items()}, **checkpoint.options)

@@ -75,6 +75,14 @@ def test_weight_formats(quant, expected):
         ({}, {"tp": 0}, "tp=0"),
         ({"quantization_config": {"quant_method": "aqlm"}}, {}, "quant_method='aqlm' is not served; accepted: awq"),
         ({"quantization_config": {"quant_method": "awq", "bits": 3}}, {}, "bits=3"),
+        ({"quantization_config": "awq"}, {}, "quantization_config='awq'; an object is expected"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": None}}, {}, "group_size=None"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 0}}, {}, "group_size=0"),
+        ({"quantization_config": {"quant_method": "modelopt", "quantization": None}}, {}, "quantization_config.quantization=None"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": [1]}}, {}, r"config_groups=\[1\]"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 1}}}, {}, "config_groups.a=1"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": [1]}}}}, {}, "config_groups.a.weights"),
+        ({"sliding_window": "wide"}, {}, "sliding_window='wide'"),
     ],
 )
 def test_bad_configs(change, options, message):
@@ -82,13 +90,22 @@ def test_bad_configs(change, options, message):
         geometry.layer_calls({**LLAMA, **change}, **options)
 
 
+def test_expert_layers_are_left_out_and_named(caplog):
+    calls = geometry.layer_calls({**WIDE, "num_experts": 128})
+    assert {c.layer for c in calls} == {"attention", "qkv_proj", "o_proj"}
+    assert "num_experts=128" in caplog.text
+
+
 def test_loading(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         geometry.load_config(tmp_path)
     file = tmp_path / "config.json"
-    file.write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        geometry.load_config(tmp_path)
+    for text in ("{", "[" * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="is not JSON"):
+            geometry.load_config(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        geometry.load_config("x" * 1000)
     file.write_text(json.dumps({"text_config": LLAMA, "quantization_config": {"quant_method": "fp8"}}))
     loaded = geometry.load_config(file)
     assert loaded["hidden_size"] == 4096 and loaded["quantization_config"]["quant_method"] == "fp8"

@@ -8,6 +8,7 @@ from sm70_triton import probe, registry, verify
 OPS = sorted(registry.discover().values(), key=lambda op: op.name)
 CASES = [(op, case) for op in OPS for case in op.cases]
 SMALL = [pytest.param(op, case, id=f"{op.name}-{case.name}") for op, case in CASES if not case.production]
+ALL = [pytest.param(op, case, id=f"{op.name}-{case.name}", marks=[pytest.mark.gpu] if case.production else []) for op, case in CASES]
 
 
 def _runs():
@@ -44,7 +45,7 @@ def test_two_runs_give_the_same_bits(op, case, device, seed):
             assert torch.equal(inputs[name].contiguous().view(torch.uint8), again[name].contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("op, case", SMALL)
+@pytest.mark.parametrize("op, case", ALL)
 def test_opcheck(op, case, device, seed):
     operator, arguments = schema_call(op, op.make_inputs(case.geometry, seed=seed, device=device, **case.options))
     checks = ["test_schema", "test_faketensor"]
@@ -87,6 +88,8 @@ def test_states_its_arithmetic_and_has_odd_and_production_cases(op):
 @pytest.mark.parametrize("op, case", SMALL)
 def test_launch_allocates_nothing(op, case, device, seed):
     inputs = op.make_inputs(case.geometry, seed=seed, device=device, **case.options)
+    if inputs.get("workspace", ...) is None:
+        pytest.skip("this case leaves the workspace to the call, which then allocates it")
     with registry.override(op.name, "simt"):
         op.call(**inputs)
         torch.cuda.synchronize()

@@ -1,5 +1,11 @@
 """Dispatch: precedence, refusals, overrides, admission by arithmetic, and that nothing in it knows how a model was split."""
+import asyncio
+import concurrent.futures
+import os
 import re
+import subprocess
+import sys
+import threading
 import time
 
 import msgspec
@@ -60,9 +66,11 @@ def test_precedence(tmp_path, monkeypatch):
 def test_nearest_bucket_in_log_space():
     for tokens, block in ((1, 1), (64, 2), (1024, 8)):
         configs.write(70, "kv_write", GEOMETRY, bucket(plan(block_t=block), tokens))
-    for tokens, block in ((1, 1), (7, 1), (9, 2), (200, 2), (300, 8), (100000, 8)):
+    for tokens, block in ((1, 1), (4, 1), (16, 2), (200, 2), (300, 8), (4096, 8)):
         shape = msgspec.structs.replace(GEOMETRY, tokens=tokens)
         assert registry.resolve(OP, shape, 70).plan.block_t == block, tokens
+    for tokens in (6, 4097):  # more than two octaves from every bucket
+        assert registry.resolve(OP, msgspec.structs.replace(GEOMETRY, tokens=tokens), 70).source == "default"
 
 
 def test_unusable_buckets_are_passed_over(caplog):
@@ -104,6 +112,7 @@ def test_the_reference_serves_a_cpu_and_no_gpu_by_itself():
         ("kv_write=", "is not op=impl"),
         ("kv_writ=simt", "names the op 'kv_writ', which does not exist"),
         ("kv_write=fast", "names 'fast', which kv_write does not have; accepted: torch, simt"),
+        ("kv_write=simt,kv_write=torch", "names two implementations of kv_write: simt and torch"),
     ],
 )
 def test_bad_impl_variable(monkeypatch, setting, message):
@@ -112,6 +121,23 @@ def test_bad_impl_variable(monkeypatch, setting, message):
         env.reload()
         registry.resolve(OP, GEOMETRY, 70)
     monkeypatch.delenv("SM70_TRITON_IMPL")
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.write_text("")], ids=["missing", "file"])
+def test_a_config_folder_that_is_none_is_an_error(monkeypatch, tmp_path, make):
+    make(tmp_path / "x")
+    monkeypatch.setenv("SM70_TRITON_CONFIG_DIR", str(tmp_path / "x"))
+    with pytest.raises(ValueError, match="SM70_TRITON_CONFIG_DIR=.* is not a folder"):
+        env.reload()
+    monkeypatch.delenv("SM70_TRITON_CONFIG_DIR")
+
+
+def test_folders_may_start_with_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SM70_TRITON_CACHE_DIR", "~/c")
+    monkeypatch.setenv("SM70_TRITON_CONFIG_DIR", "~")
+    settings = env.reload()
+    assert (settings.cache_dir, settings.config_dir) == (tmp_path / "c", tmp_path)
 
 
 def test_misspelled_variable_is_an_error(monkeypatch):
@@ -132,6 +158,11 @@ def test_bad_override(arguments, message):
     with pytest.raises(ValueError, match=message), registry.override(*arguments):
         pass
     with pytest.raises(ValueError, match="name that one as impl"), registry.override("kv_write", "torch", plan=PLAN):
+        pass
+
+
+def test_a_rule_of_the_wrong_type_is_refused():
+    with pytest.raises(TypeError, match="require='exact'"), registry.override("kv_write", require="exact"):
         pass
 
 
@@ -159,6 +190,82 @@ def test_a_cached_lookup_reads_no_file_and_is_quick(monkeypatch):
     for _ in range(1000):
         registry.resolve(OP, GEOMETRY, 70)
     assert (time.perf_counter() - started) / 1000 < 50e-6
+
+
+def test_lengths_that_change_with_every_token_cost_no_file_and_no_memory(monkeypatch, caplog):
+    """A decode loop meets a new geometry at each step: files are read once, bad plans and routes reported once, routes bounded."""
+    caplog.set_level("INFO", "sm70_triton")
+    file = configs.write(70, "kv_write", GEOMETRY, bucket(plan(), rev=99))
+    reads = []
+    decode = configs.decode
+    monkeypatch.setattr(configs, "decode", lambda f: reads.append(f) or decode(f))
+    monkeypatch.setattr(registry, "_MOST_ROUTES", 8)
+    for tokens in range(1, 50):
+        assert registry.resolve(OP, msgspec.structs.replace(GEOMETRY, tokens=tokens), 70).source == "default"
+    assert reads.count(file) == 1
+    assert len(registry._routes) <= 8
+    assert len([r for r in caplog.records if "rev 99" in r.message]) == 1
+    assert len([r for r in caplog.records if "-> simt" in r.message]) == 1
+
+
+def test_a_reload_of_the_environment_leaves_no_old_route(monkeypatch):
+    assert registry.resolve(OP, GEOMETRY, 70).impl.name == "simt"
+    monkeypatch.setenv("SM70_TRITON_IMPL", "kv_write=torch")
+    env.reload()
+    assert registry.resolve(OP, GEOMETRY, 70).impl.name == "torch"
+
+
+def test_a_new_implementation_leaves_no_old_route(monkeypatch):
+    old = registry.resolve(OP, GEOMETRY, 70)
+    monkeypatch.setattr(OP, "impls", dict(OP.impls))
+    register = registry.impl(OP, "better", rev=1, needs=Needs(min_arch=70), arithmetic=Arithmetic(cache_encode="exact"), plan=kv_write.TorchPlan,
+                             default=lambda g, a: kv_write.TorchPlan(), candidates=lambda g, a: [], priority=99)  # fmt: skip
+    register(lambda plan, geometry, **tensors: None)
+    assert (old.impl.name, registry.resolve(OP, GEOMETRY, 70).impl.name) == ("simt", "better")
+
+
+def test_the_variable_may_name_an_op_that_is_not_imported_yet():
+    """Public functions import their own op file only."""
+    code = "import sm70_triton as s, torch; c = torch.zeros(1, 1, 1, 4).half(); k = torch.ones(1, 1, 4).half(); s.kv_write(k, k, c, c, torch.zeros(1).long()); print(c.sum())"
+    variables = {**os.environ, "SM70_TRITON_IMPL": "attn_decode=simt"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=variables)
+    assert done.stdout.strip() == "tensor(4., dtype=torch.float16)", done.stderr
+
+
+def test_overrides_are_of_one_thread_and_one_task():
+    def name(tokens):
+        return registry.resolve(OP, msgspec.structs.replace(GEOMETRY, tokens=tokens), 70).impl.name
+
+    def work(wanted, barrier):
+        with registry.override("kv_write", wanted):
+            barrier.wait()
+            return all(name(tokens) == wanted and registry.served() for tokens in range(200))
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        barrier = threading.Barrier(4)
+        assert all(pool.map(work, ["simt", "torch"] * 2, [barrier] * 4))
+
+    async def task(wanted):
+        with registry.override("kv_write", wanted):
+            for tokens in range(20):
+                await asyncio.sleep(0)
+                assert name(tokens) == wanted
+
+    async def tasks():
+        await asyncio.gather(*map(task, ["simt", "torch"] * 3))
+
+    asyncio.run(tasks())
+    assert registry.resolve(OP, GEOMETRY, 70).source == "default"
+
+
+@pytest.mark.parametrize("fields", [{"block_t": 0}, {"block_t": -2}, {"block_t": 3}, {"num_warps": 0}, {"num_warps": 3}, {"num_warps": 64}, {"block_t": 2**40}])
+def test_a_plan_that_triton_cannot_take_is_refused(fields, caplog):
+    with pytest.raises(ValueError, match=rf"{next(iter(fields))}={next(iter(fields.values()))}"):
+        plan(**fields)
+    bad = bucket(plan())
+    configs.write(70, "kv_write", GEOMETRY, msgspec.structs.replace(bad, plan={**bad.plan, **fields}))
+    assert registry.resolve(OP, GEOMETRY, 70).source == "default"
+    assert "is ignored" in caplog.text
 
 
 def test_arithmetic_admission():
@@ -189,3 +296,18 @@ def test_only_env_py_reads_the_environment():
         if file.name != "env.py":
             assert not re.search(r"os\.environ|getenv", file.read_text()), file
     assert len(env.NAMES) <= 8
+
+
+def test_a_new_implementation_drops_only_its_own_ops_routes():
+    other = registry.get("gemm_w4a16")
+    registry.resolve(OP, GEOMETRY, 70)
+    registry.resolve(other, other.geometry.from_keys({}), 70)
+    simt = OP.impls["simt"]
+    better = {name: getattr(simt, name) for name in ("rev", "needs", "arithmetic", "plan", "default", "candidates", "supports", "feasible")}
+    registry.impl(OP, "better", **better, priority=99)(simt.launch)
+    try:
+        assert registry.served() == {"gemm_w4a16": {"simt": 1}}
+        assert registry.resolve(OP, GEOMETRY, 70).impl.name == "better"
+    finally:
+        del OP.impls["better"]
+        registry.clear()

@@ -87,4 +87,6 @@ def load_weight(
     if HAS_ZERO:
         zero = tl.load(zero_ptr + rows * stride_zn + group[None, :], mask=live, other=0).to(tl.float32)
         weight -= _spread(zero, BLOCK_N, BLOCK_K, GROUPS)
+    if GROUP_K == 0 and (CODEC == "u4" or CODEC == "u4b8"):  # code 0 is not 0 here, and beyond K the row's own scale still applies
+        weight = tl.where((start_k + tl.arange(0, BLOCK_K) < K)[None, :], weight, 0.0)
     return weight * _spread(scale, BLOCK_N, BLOCK_K, GROUPS) * global_scale[:, None]

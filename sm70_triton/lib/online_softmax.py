@@ -43,9 +43,9 @@ def key_range(first, last, length, window, CAUSAL: tl.constexpr, WINDOW: tl.cons
     if CAUSAL:
         end = tl.minimum(end, last + 1)
     if WINDOW:
-        begin = tl.maximum(begin, first - window + 1)
+        begin = first - tl.minimum(first, window - 1)  # at least 0; `first - window` could overflow, as `last + window` could
         if not CAUSAL:
-            end = tl.minimum(end, last + window)
+            end = last + tl.minimum(end - last, window)
     return begin, end
 
 

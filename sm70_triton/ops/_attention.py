@@ -102,6 +102,7 @@ class NoPlan(Plan, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def check(q, k_cache, v_cache, block_table, seq_lens, *, scale, window, softcap, sinks, alibi_slopes, k_scale, v_scale, kv_dtype, out, lse) -> str:
     """Check the arguments that both operations have; returns the cache's format. Looks at no device memory."""
+    _kv.require(isinstance(q, torch.Tensor), f"q is a {type(q).__name__}; a tensor is accepted", TypeError)
     device = q.device
     _kv.check_tensor("q", q, 3, (torch.float16,), device)
     kind = _kv.check_cache(k_cache, v_cache, kv_dtype, device)
@@ -117,8 +118,10 @@ def check(q, k_cache, v_cache, block_table, seq_lens, *, scale, window, softcap,
     )
     _kv.check_tensor("out", out, 3, (torch.float16,), device)
     _kv.require(out.shape == q.shape, f"out.shape={tuple(out.shape)} must equal q.shape={tuple(q.shape)}")
+    _kv.check_output("out", out)
     if lse is not None:
         _kv.check_tensor("lse", lse, 2, (torch.float32,), device)
+        _kv.check_output("lse", lse)
         _kv.require(lse.shape == (tokens, heads), f"lse.shape={tuple(lse.shape)} must be {(tokens, heads)}")
     for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if values is not None:
@@ -126,13 +129,17 @@ def check(q, k_cache, v_cache, block_table, seq_lens, *, scale, window, softcap,
             _kv.require(values.shape[0] == heads, f"{name} has {values.shape[0]} elements; one per query head is needed, {heads}")
     _kv.check_scale("k_scale", k_scale, kv_heads, kind, device)
     _kv.check_scale("v_scale", v_scale, kv_heads, kind, device)
-    _kv.require(scale is None or math.isfinite(scale), f"scale={scale}: it must be finite")
-    _kv.require(window is None or window >= 1, f"window={window}: at least 1, or None for no window")
-    _kv.require(softcap is None or 0 < softcap < math.inf, f"softcap={softcap}: a positive number, or None for none")
+    for name, number in (("scale", scale), ("softcap", softcap)):  # kernels take them in float32
+        _kv.require(number is None or isinstance(number, (int, float)), f"{name} is a {type(number).__name__}; a float or None is accepted", TypeError)
+    _kv.require(scale is None or abs(scale) < 2.0**100, f"scale={scale}: it must be finite, and below 2^100")
+    _kv.require(softcap is None or 2.0**-100 < softcap < 2.0**100, f"softcap={softcap}: a positive number, or None for none (2^-100 to 2^100)")
+    _kv.require(window is None or isinstance(window, int), f"window is a {type(window).__name__}; an int or None is accepted", TypeError)
+    _kv.require(window is None or 1 <= window < 2**31, f"window={window}: at least 1, or None for no window, and below 2^31")
     return kind
 
 
 def check_length(name: str, value: int) -> None:
+    _kv.require(isinstance(value, int), f"{name} is a {type(value).__name__}; an int is accepted (a tensor would have to synchronise)", TypeError)
     _kv.require(0 <= value < 2**31, f"{name}={value}: it must be at least 0 and below 2^31")
 
 
@@ -203,8 +210,8 @@ def compute(
     ones = torch.ones(kv_heads, dtype=dtype, device=q.device)
     terms = _Terms(
         scale=dim**-0.5 if scale is None else scale, causal=causal, window=window, softcap=softcap, sinks=split(sinks), slopes=split(alibi_slopes),
-        k_scale=(ones if k_scale is None else k_scale.to(dtype).expand(kv_heads)).view(-1, 1, 1, 1),
-        v_scale=(ones if v_scale is None else v_scale.to(dtype).expand(kv_heads)).view(-1, 1, 1),
+        k_scale=(ones if k_scale is None else k_scale.to(dtype).reshape(-1).expand(kv_heads)).view(-1, 1, 1, 1),
+        v_scale=(ones if v_scale is None else v_scale.to(dtype).reshape(-1).expand(kv_heads)).view(-1, 1, 1),
     )  # fmt: skip
     for b, length in enumerate(seq_lens.tolist()):
         first, q_len = bounds[b], bounds[b + 1] - bounds[b]

@@ -20,7 +20,7 @@ from .. import env, formats
 from ..formats import PackedWeight
 from ..lib.dequant import load_weight, round_bf16
 from ..probe import arch_of
-from ..registry import impl, resolve
+from ..registry import impl, launch, resolve
 from ..types import Arithmetic, Case, Geometry, Needs, Op, Plan, Work
 from . import _kv
 
@@ -73,12 +73,12 @@ class GemmGeometry(Geometry, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def from_keys(cls, keys: Mapping[str, Any]):
-        """A geometry from M, N, K, format, group, act_dtype, gated (and perm): see `Geometry.from_keys`."""
+        """A geometry from M, N, K, format, group, act_dtype, gated (true is "silu") and perm: see `Geometry.from_keys`."""
         keys = dict(keys)
         if "codec" in keys:  # the fields themselves, as a config file spells them
             return super().from_keys(keys)
         name, group = keys.pop("format", next(iter(cls.FORMATS))), keys.pop("group", None)
-        if name not in cls.FORMATS:
+        if not isinstance(name, str) or name not in cls.FORMATS:
             raise ValueError(f"format={name!r}; accepted: {', '.join(cls.FORMATS)}")
         unknown = [key for key in keys if key not in ("M", "N", "K", "act_dtype", "gated", "perm")]
         if unknown:
@@ -93,8 +93,8 @@ class GemmGeometry(Geometry, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             values["group_k"] = values["K"]
         if PER_BYTE[values["codec"]] == 1 and isinstance(values["K"], int):
             values["group_k"] = min(values["group_k"], values["K"])
-        if values.get("gated") is None:
-            values["gated"] = False
+        if values.get("gated") in (None, True):  # a bare switch means the usual one
+            values["gated"] = "silu" if values.get("gated") else False
         return super().from_keys(values)
 
     @property
@@ -172,8 +172,9 @@ def serve(op: Op, x, data, scale, zero, global_scale, perm, bias, codec, scale_c
         _kv.require(low >= 0 and high < k, f"weight.perm holds {low if low < 0 else high}; accepted: 0 to {k - 1}")
     if rows == 0:
         return
-    route = resolve(op, geometry, arch_of(device))
-    route.impl.launch(route.plan, geometry, x=x, data=data, scale=scale, zero=zero, global_scale=global_scale, perm=perm, bias=bias, out=out)
+    _kv.check_output("out", out)
+    _kv.require(device.type == "meta" or out.data_ptr() != x.data_ptr(), "out shares memory with x, which programs still read while others write")
+    launch(resolve(op, geometry, arch_of(device)), geometry, device, x=x, data=data, scale=scale, zero=zero, global_scale=global_scale, perm=perm, bias=bias, out=out)
 
 
 # ---- specification -------------------------------------------------------------------------------------------------------
@@ -361,6 +362,7 @@ def decode32(data: torch.Tensor, codec: str) -> torch.Tensor:
     return nibbles.float() if codec == "u4" else nibbles.float().sub_(8.0)
 
 
+@_kv.like_a_kernel
 def _launch_torch(plan: TorchPlan, geometry: GemmGeometry, *, x, data, scale, zero, global_scale, perm, bias, out) -> None:
     n, k, group = geometry.N, geometry.K, geometry.group_k
     s = scale.float() if scale.dtype.is_floating_point else decode_scale32(scale, geometry.scale_codec)
@@ -418,7 +420,7 @@ def _sigmoid(t):
     return tl.div_rn(tl.where(t >= 0, 1.0, e), 1.0 + e)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one kernel for every batch size: none is compiled while a server runs
 def _gemm_simt_kernel(
     x_ptr, data_ptr, scale_ptr, zero_ptr, global_ptr, perm_ptr, bias_ptr, out_ptr, M, N, K,
     stride_xm, stride_dn, stride_sn, stride_zn, stride_om,
@@ -426,8 +428,10 @@ def _gemm_simt_kernel(
     HAS_GLOBAL: tl.constexpr, HAS_PERM: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tile_n = tl.program_id(0) // tiles_m  # one axis: a grid's others end at 65535
+    offs_m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     live_m = (offs_m < M)[:, None]
     if ACTIVATION != "none":  # even rows of the tile are gates, odd ones their ups, so that one product makes both
         live_n = offs_n < N
@@ -464,14 +468,14 @@ def _gemm_simt_kernel(
         t = gate if ACTIVATION == "silu" else 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         y = gate * _sigmoid(t) * up
         columns = N // 2
-        offs_n = tl.program_id(1) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        offs_n = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     y = round_bf16(y) if out_ptr.dtype.element_ty == tl.bfloat16 else y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + offs_m.to(tl.int64)[:, None] * stride_om + offs_n[None, :], y, mask=live_m & (offs_n < columns)[None, :])
 
 
 def _launch_simt(plan: SimtPlan, geometry: GemmGeometry, *, x, data, scale, zero, global_scale, perm, bias, out) -> None:
     g = geometry
-    _gemm_simt_kernel[(triton.cdiv(g.M, plan.block_m), triton.cdiv(g.N, plan.block_n))](
+    _gemm_simt_kernel[(triton.cdiv(g.M, plan.block_m) * triton.cdiv(g.N, plan.block_n),)](
         x, data, scale, zero, global_scale, perm, bias, out, g.M, g.N, g.K,
         x.stride(0), data.stride(0), scale.stride(0), zero.stride(0) if g.zero else 0, out.stride(0),
         CODEC=g.codec, SCALE_CODEC=g.scale_codec, GROUP_N=g.group_n, GROUP_K=0 if g.group_k >= g.K else g.group_k, HAS_ZERO=g.zero,

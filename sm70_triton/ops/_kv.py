@@ -1,6 +1,10 @@
 """What every op on a paged KV cache shares: cache dtypes, argument checks, quantisation in the reference, random caches."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 KV_DTYPES = ("fp16", "e4m3", "e5m2")
@@ -33,6 +37,8 @@ def require(condition: bool, message: str, kind: type[Exception] = ValueError) -
 
 
 def check_tensor(name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is accepted")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}.dtype={tensor.dtype}; accepted: {', '.join(str(d).removeprefix('torch.') for d in dtypes)}")
     if tensor.ndim != ndim:
@@ -43,8 +49,16 @@ def check_tensor(name: str, tensor: torch.Tensor, ndim: int, dtypes: tuple[torch
         raise ValueError(f"{name}.stride()={tensor.stride()}: the last axis must be contiguous")
 
 
+def check_output(name: str, tensor: torch.Tensor) -> None:
+    """Refuse an expanded tensor: programs would write the same element one over the other."""
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(f"{name}.shape={tuple(tensor.shape)} with stride {tensor.stride()}: a tensor that is written must not be expanded")
+
+
 def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, kv_dtype: str | None, device: torch.device) -> str:
     """Check the two caches [pages, page_size, kv_heads, head_dim]; returns the format."""
+    if not isinstance(k_cache, torch.Tensor):
+        raise TypeError(f"k_cache is a {type(k_cache).__name__}; a tensor is accepted")
     name = kv_dtype_of(k_cache, kv_dtype)
     for label, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(label, cache, 4, (k_cache.dtype,), device)
@@ -58,6 +72,8 @@ def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, kv_dtype: str | No
 def check_scale(name: str, scale: torch.Tensor | None, kv_heads: int, kv_dtype: str, device: torch.device) -> None:
     if scale is None:
         return
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(scale).__name__}; a float32 tensor or None is accepted")
     if kv_dtype == "fp16":
         raise ValueError(f"{name} was given with an FP16 cache, which has no scale; pass None")
     if scale.dtype != torch.float32 or scale.device != device or scale.numel() not in (1, kv_heads) or not scale.is_contiguous():
@@ -80,7 +96,7 @@ def quantize(values: torch.Tensor, scale: torch.Tensor, kv_dtype: str) -> torch.
         return values
     limit = LARGEST[kv_dtype]
     scaled = (values.float() / scale[:, None]).clamp(-limit, limit)
-    return scaled.to(FLOAT8[kv_dtype]).view(torch.uint8)
+    return scaled.to(FLOAT8[kv_dtype]).view(torch.uint8).masked_fill(scaled.isnan(), 0x7F)  # torch may keep the sign of a NaN
 
 
 def dequantize(cache: torch.Tensor, kv_dtype: str) -> torch.Tensor:
@@ -100,3 +116,15 @@ def poison(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
     if dtype.is_floating_point:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
     return torch.full(shape, 0x7F, dtype=dtype, device=device)
+
+
+def like_a_kernel(launch: Callable[..., None]) -> Callable[..., None]:
+    """For implementations in torch: nothing around a call changes what they compute. No gradients, no autocast to 16 bits."""
+
+    @functools.wraps(launch)
+    def plainly(plan: Any, geometry: Any, **tensors: Any) -> None:
+        device = next(t.device for t in tensors.values() if isinstance(t, torch.Tensor))
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            launch(plan, geometry, **tensors)
+
+    return plainly

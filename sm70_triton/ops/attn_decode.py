@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..lib.online_softmax import LOG2E, attend, finish, head_scale, key_range
 from ..probe import arch_of
-from ..registry import impl, op, resolve
+from ..registry import impl, launch, op, resolve
 from ..types import Arithmetic, Needs, Plan, Work
 from . import _attention as shared
 from . import _kv
@@ -134,6 +134,7 @@ CASES = shared.cases(AttnDecodeGeometry, [
     ("d96_vllm19_e5m2", _g(4, 2, 96, 2, 80, kv_dtype="e5m2"), {"layout": "vllm19", "scaled": True}),
     ("d192_e4m3_vllm26_one_scale", _g(4, 2, 192, 1, 79, kv_dtype="e4m3"), {"layout": "vllm26", "scaled": "tensor"}),
     ("d512_gqa16", _g(16, 1, 512, 1, 70), {}),
+    ("mqa_20q_d512_in_two_programs", _g(20, 1, 512, 2, 70, sinks=True, alibi=True), {"lens": (70, 3)}),
     ("window_across_pages", _g(4, 2, 64, 2, 200, 5, window=91), {"lens": (200, 50)}),
     ("window_1", _g(2, 2, 32, 1, 130, window=1), {}),
     ("softcap", _g(4, 2, 64, 1, 150, softcap=True), {"scale": 0.7}),
@@ -150,6 +151,8 @@ CASES = shared.cases(AttnDecodeGeometry, [
     ("decode_1_at_32k_6q_1kv_d256_e4m3", _g(6, 1, 256, 1, 32768, 784, kv_dtype="e4m3"), {"scaled": "tensor"}),
     ("decode_16_at_8k_64q_8kv_d64_window_sinks", _g(64, 8, 64, 16, 8192, window=128, sinks=True), {}),
     ("decode_4_at_2k_9q_3kv_d64", _g(9, 3, 64, 4, 2048), {}),
+    ("decode_4_at_4k_48q_1kv_d128", _g(48, 1, 128, 4, 4096), {}),
+    ("decode_4_at_2k_142q_2kv_d64_e4m3", _g(142, 2, 64, 4, 2048, kv_dtype="e4m3"), {}),
     ("decode_4_at_4k_32q_32kv_d80_softcap_e5m2", _g(32, 32, 80, 4, 4096, kv_dtype="e5m2", softcap=True), {"scaled": True}),
 ], production=True)  # fmt: skip
 
@@ -167,18 +170,19 @@ def run(
     if workspace is not None:
         _kv.check_tensor("workspace", workspace, 1, (torch.float32, torch.uint8), q.device)
         _kv.require(workspace.nbytes >= size, f"workspace has {workspace.nbytes} bytes; attn_decode_workspace asks for {size}")
+        offset = workspace.storage_offset() * workspace.element_size()
+        _kv.require(offset % 4 == 0, f"workspace begins at byte {offset} of its storage; a multiple of 4 is accepted")
     if shared.values_are_checked(q.device):
         shared.check_values(k_cache, block_table, seq_lens, max_seqlen_k)
     if batch == 0:
         return
     geometry = AttnDecodeGeometry(**shared.geometry_fields(kind, q, k_cache, batch, max_seqlen_k, window, softcap, sinks, alibi_slopes))
-    route = resolve(OP, geometry, arch_of(q.device))
     if workspace is None:
         workspace = torch.empty(size // 4, dtype=torch.float32, device=q.device)
-    route.impl.launch(
-        route.plan, geometry, q=q, k_cache=_kv.as_bytes(k_cache), v_cache=_kv.as_bytes(v_cache), block_table=block_table, seq_lens=seq_lens,
-        scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse,
-        workspace=workspace[: size // workspace.element_size()].view(torch.float32),
+    launch(
+        resolve(OP, geometry, arch_of(q.device)), geometry, q.device, q=q, k_cache=_kv.as_bytes(k_cache), v_cache=_kv.as_bytes(v_cache),
+        block_table=block_table, seq_lens=seq_lens, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, workspace=workspace[: size // workspace.element_size()].view(torch.float32),
     )  # fmt: skip
 
 
@@ -256,6 +260,7 @@ ARITHMETIC = Arithmetic(qk_accum_bits=32, pv_accum_bits=32)
 
 @impl(OP, "torch", rev=1, needs=Needs(min_arch=0), arithmetic=ARITHMETIC, plan=shared.NoPlan, automatic=False,
       default=lambda geometry, arch: shared.NoPlan(), candidates=lambda geometry, arch: [shared.NoPlan()])
+@_kv.like_a_kernel
 def _launch_torch(plan: shared.NoPlan, geometry: AttnDecodeGeometry, *, q, k_cache, v_cache, block_table, seq_lens, scale, softcap, sinks,
                   alibi_slopes, k_scale, v_scale, out, lse, workspace) -> None:  # fmt: skip
     parts = shared.compute(
@@ -270,11 +275,19 @@ def _launch_torch(plan: shared.NoPlan, geometry: AttnDecodeGeometry, *, q, k_cac
 
 
 class SimtPlan(Plan, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program: the query heads of one KV head over one of `num_splits` parts of a sequence, in steps of `block_n` keys."""
+    """One program: the query heads of one KV head over one of `num_splits` parts of a sequence, in steps of `block_n` keys.
+
+    Heads that do not fit into its registers (multi-query attention) go to further programs, which read the same keys again.
+    """
 
     block_n: int
     num_warps: int
     num_splits: int
+
+
+def _rows(geometry: AttnDecodeGeometry) -> int:
+    """Query heads of one program, a power of two. Measured with aot.usage for sm_70: more of them spill."""
+    return min(shared.next_power_of_2(geometry.group), 8192 // geometry.block_d)
 
 
 @triton.jit(do_not_specialize=["room", "pages", "window", "splits"])
@@ -287,7 +300,8 @@ def _attn_decode_simt_kernel(
     ALIBI: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, LSE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    tiles: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M  # of the query heads that share a KV head
+    kv_head = (tl.program_id(1) // tiles).to(tl.int64)  # heads may be the outermost axis of a cache: head * stride beyond 2^31
     split = tl.program_id(2)
     length = tl.maximum(tl.load(len_ptr + sequence), 0)
     begin, end = key_range(length - 1, length - 1, tl.minimum(length, room), window, True, WINDOW)  # pyright: ignore[reportGeneralTypeIssues]
@@ -297,7 +311,7 @@ def _attn_decode_simt_kernel(
         begin = tl.maximum(begin, (first_tile + split * each) * BLOCK_N)
         end = tl.minimum(end, (first_tile + (split + 1) * each) * BLOCK_N)
 
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     live = row < GROUP
     head = kv_head * GROUP + row
     slope = tl.zeros([BLOCK_M], tl.float32)
@@ -310,7 +324,7 @@ def _attn_decode_simt_kernel(
     )  # fmt: skip
     offs_d = tl.arange(0, BLOCK_D)
     if SPLIT:
-        heads = tl.num_programs(1) * GROUP
+        heads = tl.num_programs(1) // tiles * GROUP
         at = (sequence * splits + split) * heads + head
         filled = live & (total != 0.0)  # the merge does not read the numerator of an empty split
         tl.store(part_ptr + at[:, None] * D + offs_d[None, :], acc, mask=filled[:, None] & (offs_d < D)[None, :])
@@ -370,14 +384,14 @@ def _candidates(geometry: AttnDecodeGeometry, arch: int) -> Iterable[SimtPlan]:
 def _default(geometry: AttnDecodeGeometry, arch: int) -> SimtPlan:
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
     splits = min(most, shared.cdiv(TARGET_PROGRAMS, max(1, geometry.batch * geometry.kv_heads)))
-    return SimtPlan(block_n=32 if geometry.block_d <= 128 else 16, num_warps=4, num_splits=splits)
+    return SimtPlan(block_n=32 if geometry.block_d <= 128 and _rows(geometry) * geometry.block_d <= 2048 else 16, num_warps=4, num_splits=splits)
 
 
 def _feasible(plan: SimtPlan, geometry: AttnDecodeGeometry, arch: int) -> str | None:
     most = max_splits(geometry.batch, geometry.kv_heads, geometry.kv_len)
     if not 1 <= plan.num_splits <= most:
         return f"num_splits={plan.num_splits}: the workspace has room for 1 to {most}"
-    return shared.simt_refusal(geometry, arch, shared.next_power_of_2(geometry.group), plan.block_n, plan.num_warps)
+    return shared.simt_refusal(geometry, arch, _rows(geometry), plan.block_n, plan.num_warps)
 
 
 @impl(OP, "simt", rev=1, needs=Needs(min_arch=70, packages=("triton",)), arithmetic=ARITHMETIC, plan=SimtPlan, priority=10, feasible=_feasible,
@@ -389,12 +403,13 @@ def _launch_simt(plan: SimtPlan, geometry: AttnDecodeGeometry, *, q, k_cache, v_
     split = plan.num_splits > 1
     entries = geometry.batch * plan.num_splits * geometry.q_heads if split else 0
     part, stat = workspace[: entries * geometry.head_dim], workspace[entries * geometry.head_dim :]
+    block_m = _rows(geometry)
     written = out, lse, out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0), 0 if lse is None else lse.stride(1)
-    _attn_decode_simt_kernel[(geometry.batch, geometry.kv_heads, plan.num_splits)](
+    _attn_decode_simt_kernel[(geometry.batch, geometry.kv_heads * shared.cdiv(geometry.group, block_m), plan.num_splits)](
         q, k_cache, v_cache, block_table, seq_lens, sinks, alibi_slopes, k_scale, v_scale, out, lse, part, stat,
         shared.table_room(block_table, geometry.page_size), k_cache.shape[0], geometry.window, plan.num_splits, qk_scale, cap,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        block_table.stride(0), *written[2:], BLOCK_M=shared.next_power_of_2(geometry.group), BLOCK_N=plan.block_n, LSE=lse is not None,
+        block_table.stride(0), *written[2:], BLOCK_M=block_m, BLOCK_N=plan.block_n, LSE=lse is not None,
         SPLIT=split, **constants, num_warps=plan.num_warps, num_stages=1,
     )  # fmt: skip
     if split:

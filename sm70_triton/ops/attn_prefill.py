@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..lib.online_softmax import LOG2E, attend, finish, head_scale, key_range
 from ..probe import arch_of
-from ..registry import impl, op, resolve
+from ..registry import impl, launch, op, resolve
 from ..types import Arithmetic, Needs, Plan, Work
 from . import _attention as shared
 from . import _kv
@@ -169,11 +169,10 @@ def run(
         **shared.geometry_fields(kind, q, k_cache, batch, max_seqlen_k, window, softcap, sinks, alibi_slopes),
         q_len=shared.next_power_of_2(max_seqlen_q), causal=causal,
     )  # fmt: skip
-    route = resolve(OP, geometry, arch_of(q.device))
-    route.impl.launch(
-        route.plan, geometry, q=q, k_cache=_kv.as_bytes(k_cache), v_cache=_kv.as_bytes(v_cache), block_table=block_table, seq_lens=seq_lens,
-        cu_seqlens_q=cu_seqlens_q, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale,
-        out=out, lse=lse, max_seqlen_q=max_seqlen_q,
+    launch(
+        resolve(OP, geometry, arch_of(q.device)), geometry, q.device, q=q, k_cache=_kv.as_bytes(k_cache), v_cache=_kv.as_bytes(v_cache),
+        block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes,
+        k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, max_seqlen_q=min(max_seqlen_q, q.shape[0]),
     )  # fmt: skip
 
 
@@ -229,7 +228,7 @@ def attn_prefill(
         alibi_slopes: [q_heads] float32, adds slope * (key position - query position).
         k_scale, v_scale: float32, 1 or kv_heads elements, FP8 caches only; real value = stored * scale. None means 1.
         kv_dtype: "e4m3" or "e5m2", what a uint8 cache holds.
-        out: like q, written and returned; None: a new tensor.
+        out: like q, written and returned; None: a new tensor. Rows that belong to no sequence are not touched.
         lse: [tokens, q_heads] float32, written if given: log of the softmax denominator, the sink included.
 
     Raises:
@@ -265,6 +264,7 @@ ARITHMETIC = Arithmetic(qk_accum_bits=32, pv_accum_bits=32)
 
 @impl(OP, "torch", rev=1, needs=Needs(min_arch=0), arithmetic=ARITHMETIC, plan=shared.NoPlan, automatic=False,
       default=lambda geometry, arch: shared.NoPlan(), candidates=lambda geometry, arch: [shared.NoPlan()])
+@_kv.like_a_kernel
 def _launch_torch(plan: shared.NoPlan, geometry: AttnPrefillGeometry, *, q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, scale,
                   softcap, sinks, alibi_slopes, k_scale, v_scale, out, lse, max_seqlen_q) -> None:  # fmt: skip
     parts = shared.compute(
@@ -297,7 +297,7 @@ def _attn_prefill_simt_kernel(
 ):  # fmt: skip
     sequence = tl.program_id(0) % batch
     tile = tiles - 1 - tl.program_id(0) // batch  # causal: the last tiles see most keys, so they start first
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1).to(tl.int64)  # heads may be the outermost axis of a cache: head * stride beyond 2^31
     first_token = tl.minimum(tl.maximum(tl.load(cu_ptr + sequence), 0), tokens)
     q_len = tl.minimum(tl.load(cu_ptr + sequence + 1), tokens) - first_token
     if tile * BLOCK_M >= q_len * GROUP:

@@ -104,7 +104,7 @@ def gemm_w4a16(
         weight: a `PackedWeight` with codec "e2m1", "u4" or "u4b8", on x's device.
         bias: [N] float16, bfloat16 or float32.
         activation: None, "silu" or "gelu_tanh": the weight's rows are then [gate; up], N even.
-        out: [M, N], or [M, N / 2] with an activation, of x's dtype; allocated if None.
+        out: [M, N], or [M, N / 2] with an activation, of x's dtype, not x itself; allocated if None.
 
     Returns:
         `out`.

@@ -86,7 +86,7 @@ def gemm_w8a16(
         weight: a `PackedWeight` with codec "e4m3", "e5m2" or "int8", on x's device.
         bias: [N] float16, bfloat16 or float32.
         activation: None, "silu" or "gelu_tanh": the weight's rows are then [gate; up], N even.
-        out: [M, N], or [M, N / 2] with an activation, of x's dtype; allocated if None.
+        out: [M, N], or [M, N / 2] with an activation, of x's dtype, not x itself; allocated if None.
 
     Returns:
         `out`.

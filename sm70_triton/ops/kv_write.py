@@ -37,11 +37,22 @@ class KvWriteGeometry(Geometry, frozen=True, kw_only=True, forbid_unknown_fields
     page_size: int
     tokens: int
 
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in _kv.KV_DTYPES:
+            raise ValueError(f"kv_dtype={self.kv_dtype!r}; accepted: {', '.join(_kv.KV_DTYPES)}")
+        for name, least in (("kv_heads", 1), ("head_dim", 1), ("page_size", 1), ("tokens", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least {least}")
+
     @classmethod
     def from_keys(cls, keys):
         keys = dict(keys)
         if "tokens" not in keys and ("batch" in keys or "q_len" in keys):
-            keys["tokens"] = int(keys.get("batch", 1)) * int(keys.get("q_len", 1))
+            factors = {name: keys.get(name, 1) for name in ("batch", "q_len")}
+            for name, value in factors.items():
+                if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                    raise ValueError(f"{name}={value!r}; an integer that is not negative is accepted")
+            keys["tokens"] = factors["batch"] * factors["q_len"]
         return super().from_keys(keys)
 
 
@@ -112,10 +123,13 @@ CASES = [
 
 
 def run(key, value, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None, kv_dtype=None) -> None:
+    _kv.require(isinstance(key, torch.Tensor), f"key is a {type(key).__name__}; a tensor is accepted", TypeError)
     device = key.device
     _kv.check_tensor("key", key, 3, (torch.float16,), device)
     _kv.check_tensor("value", value, 3, (torch.float16,), device)
     kind = _kv.check_cache(k_cache, v_cache, kv_dtype, device)
+    _kv.check_output("k_cache", k_cache)
+    _kv.check_output("v_cache", v_cache)
     _kv.check_tensor("slot_mapping", slot_mapping, 1, (torch.int64,), device)
     tokens, heads, dim = key.shape
     _kv.require(value.shape == key.shape, f"value.shape={tuple(value.shape)} must equal key.shape={tuple(key.shape)}")
@@ -123,7 +137,7 @@ def run(key, value, k_cache, v_cache, slot_mapping, k_scale=None, v_scale=None, 
     _kv.require(slot_mapping.shape[0] == tokens, f"slot_mapping has {slot_mapping.shape[0]} entries, key has {tokens} tokens")
     _kv.check_scale("k_scale", k_scale, heads, kind, device)
     _kv.check_scale("v_scale", v_scale, heads, kind, device)
-    if tokens == 0:
+    if key.numel() == 0:
         return
     if env.get().debug and device.type != "meta":
         top = k_cache.shape[0] * k_cache.shape[1]
@@ -182,6 +196,7 @@ class TorchPlan(Plan, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @impl(OP, "torch", rev=1, needs=Needs(min_arch=0), arithmetic=Arithmetic(cache_encode="exact"), plan=TorchPlan, automatic=False,
       default=lambda geometry, arch: TorchPlan(), candidates=lambda geometry, arch: [TorchPlan()])
+@_kv.like_a_kernel
 def _launch_torch(plan: TorchPlan, geometry: KvWriteGeometry, *, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale) -> None:
     kind = None if geometry.kv_dtype == "fp16" else geometry.kv_dtype
     expected = reference(key, value, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, kv_dtype=kind)
@@ -210,7 +225,7 @@ def _store(x_ptr, cache_ptr, scale_ptr, offs_t, head, offs_d, page, offset, live
     tl.store(cache_ptr + page[:, None] * stride_cp + offset[:, None] * stride_co + head * stride_ch + offs_d[None, :], x, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots_in_cache"])  # one kernel for every number of tokens
 def _kv_write_simt_kernel(
     key_ptr, value_ptr, k_cache_ptr, v_cache_ptr, slot_ptr, k_scale_ptr, v_scale_ptr, tokens, slots_in_cache,
     stride_kt, stride_kh, stride_vt, stride_vh, stride_kcp, stride_kco, stride_kch, stride_vcp, stride_vco, stride_vch,
@@ -218,7 +233,7 @@ def _kv_write_simt_kernel(
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
 ):  # fmt: skip
     offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # heads may be the outermost axis of a cache: head * stride beyond 2^31
     offs_d = tl.arange(0, BLOCK_D)
     slot = tl.load(slot_ptr + offs_t, mask=offs_t < tokens, other=-1)
     live = ((slot >= 0) & (slot < slots_in_cache))[:, None] & (offs_d < D)[None, :]  # [BLOCK_T, BLOCK_D]
