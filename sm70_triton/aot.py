@@ -137,7 +137,8 @@ def compile_case(op: Op, case: Case, arch: int = 70, *, impl: str | None = None)
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine code of one kernel uses. `stack_bytes` per thread are spills (no kernel here has arrays of its own).
+    """What the machine code of one kernel uses. `stack_bytes` per thread are spills (no kernel here has arrays of its own);
+    `loop_spills` counts the local-memory loads and stores inside loops, which are the ones that cost.
 
     Instruction counts are static; None where the disassembler at hand no longer knows the target (Triton 3.7 and later carry
     nvdisasm 13, which refuses sm_70).
@@ -146,6 +147,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     registers: int
     stack_bytes: int
     shared_bytes: int
+    loop_spills: int | None
     hmma: int | None
     ffma: int | None
     instructions: int | None
@@ -168,13 +170,35 @@ def usage(launch: Launch) -> Usage:
     if counts is None:
         raise AotError(f"{launch.name}: cuobjdump printed no resource line: {resources.stdout + resources.stderr!r}")
     opcodes: list[str] | None = None
+    in_loops: set[int] = set()
     if sass.returncode == 0:
-        opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)", sass.stdout, re.M)
+        opcodes, in_loops = _instructions(sass.stdout)
     elif "deprecated" not in sass.stderr:
         raise AotError(f"{launch.name}: nvdisasm failed: {sass.stderr.strip()}")
     return Usage(
         registers=int(counts[1]), stack_bytes=int(counts[2]), shared_bytes=launch.shared_bytes,
+        loop_spills=sum(opcodes[i] in ("LDL", "STL") for i in in_loops) if opcodes is not None else None,
         hmma=opcodes.count("HMMA") if opcodes is not None else None,
         ffma=opcodes.count("FFMA") if opcodes is not None else None,
         instructions=len(opcodes) if opcodes is not None else None,
     )  # fmt: skip
+
+
+def _instructions(sass: str) -> tuple[list[str], set[int]]:
+    """(opcodes in order, indices of those inside a loop: between a label and a later branch back to it)."""
+    opcodes: list[str] = []
+    labels: dict[str, int] = {}
+    in_loops: set[int] = set()
+    for line in sass.splitlines():
+        label = re.match(r"(\.L_\w+):", line)
+        if label:
+            labels[label[1]] = len(opcodes)
+            continue
+        found = re.match(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_]+)(.*)", line)
+        if not found:
+            continue
+        opcodes.append(found[1])
+        target = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
+        if target and target[1] in labels:
+            in_loops.update(range(labels[target[1]], len(opcodes)))
+    return opcodes, in_loops

@@ -1,4 +1,4 @@
-"""`sm70-triton`: doctor, ops, explain, warmup, demo. Exit codes: 0 fine, 1 a problem was found, 2 the request makes no sense."""
+"""`sm70-triton`: doctor, ops, explain, warmup, demo. Exit codes: 0 fine, 1 a problem was found, 2 the request makes no sense, 130 interrupted."""
 from __future__ import annotations
 
 import concurrent.futures
@@ -332,6 +332,10 @@ def demo(
     """Let a real language model (SmolLM2-135M-Instruct) answer through this package's ops."""
     from .types import Sm70Error
 
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        _fail(f"--prompt {prompt!r} is not UTF-8", json)
     try:
         import gguf  # noqa: F401
         import tokenizers  # noqa: F401

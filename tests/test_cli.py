@@ -68,6 +68,7 @@ def test_explain_contract(op, full):
         (["explain", "kv_write", "--geometry", '{"tokens": ' + "9" * 5000 + "}"], "is not JSON"),
         (["demo", "--quant", "int3"], "int3"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
+        (["demo", "--prompt", b"\xff"], "--prompt '\\udcff' is not UTF-8"),
     ],
 )
 def test_nonsense_is_refused_in_one_sentence(arguments, message):

@@ -1,7 +1,10 @@
 """Config files: strict, atomic, locked, never lost, never fatal."""
+import concurrent.futures
 import multiprocessing
+import time
 from pathlib import Path
 
+import filelock
 import msgspec
 import pytest
 
@@ -104,9 +107,26 @@ def test_a_bucket_must_name_the_dynamic_axes(at):
 
 
 def test_a_bucket_of_astronomic_size_is_only_far_away():
-    configs.write(70, "kv_write", GEOMETRY, bucket(10**300, block=4))
+    configs.write(70, "kv_write", GEOMETRY, bucket(10**320, block=4))
     configs.write(70, "kv_write", GEOMETRY, bucket(32, block=8))
     assert registry.resolve(OP, GEOMETRY, 70).plan.block_t == 8
+
+
+def test_what_this_process_writes_is_read_again():
+    assert not list(configs.lookup(70, "kv_write", GEOMETRY))
+    configs.write(70, "kv_write", GEOMETRY, bucket())
+    assert [b for _, _, b in configs.lookup(70, "kv_write", GEOMETRY)] == [bucket()]
+
+
+def test_a_writer_waits_for_the_lock():
+    file = configs.path(configs.user_root(), 70, "kv_write", GEOMETRY)
+    file.parent.mkdir(parents=True)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with filelock.FileLock(f"{file}.lock"):
+            writing = pool.submit(configs.write, 70, "kv_write", GEOMETRY, bucket())
+            time.sleep(0.3)
+            assert not writing.done() and not file.exists()
+        assert writing.result(timeout=30) == file and file.exists()
 
 
 def test_a_file_under_a_wrong_name_is_not_added_to():

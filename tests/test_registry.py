@@ -280,6 +280,14 @@ def test_missing_package_is_a_reason():
     assert registry.refusal(candidate, GEOMETRY, 70) == "the package no_such_package is not installed"
 
 
+def test_a_last_card_and_an_unsupported_shape_are_reasons():
+    old = msgspec.structs.replace(OP.impls["simt"], needs=Needs(min_arch=70, max_arch=72))
+    assert registry.refusal(old, GEOMETRY, 72) is None
+    assert registry.refusal(old, GEOMETRY, 75) == "it is for sm72 or earlier, this is sm75"
+    picky = msgspec.structs.replace(OP.impls["simt"], supports=lambda geometry, arch: f"{geometry.head_dim} on {arch} is not served")
+    assert registry.refusal(picky, GEOMETRY, 70) == "128 on 70 is not served"
+
+
 def test_dispatch_knows_no_split_model_or_device_name():
     forbidden = re.compile(r"\b(tp|tp_size|tensor.parallel\w*|world_size|model_name|device_name|get_device_name)\b", re.I)
     package = ROOT / "sm70_triton"
