@@ -9,7 +9,8 @@ tokens included; key j is slot (block_table[b, j // page_size], j % page_size) o
 
 A sequence with seq_len 0 is padding: its rows become zeros. Rows of q that belong to no sequence are not written. Rows that see
 no key become zeros with lse = -inf (with a sink: the sink's logit). Slots that no query sees are never read into a result,
-whatever they hold. Limits: head_dim up to 512.
+whatever they hold. Limits: head_dim up to 512; a NaN or infinity in a value that some queries of a sequence see may also reach
+queries of the same sequence that do not see it (0 * NaN in the product with the values).
 """
 from __future__ import annotations
 

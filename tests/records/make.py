@@ -127,6 +127,7 @@ def demo(model: str) -> list[dict[str, Any]]:
     rows = []
     reference = json.loads((Path(__file__).parents[1] / "data/smollm2_reference.json").read_text())
     for quant, kv in (("fp16", "fp16"), ("fp16", "e4m3"), ("fp8", "fp16"), ("nvfp4", "fp16"), ("awq", "fp16"), ("awq", "e4m3")):
+        registry.clear()  # so that `implementations` speaks of this run alone
         result = run_demo(prompt="What is the capital of France?", quant=quant, kv=kv, device="cuda", max_tokens=64, model_path=model, perplexity=True)
         rows.append({"quant": quant, "kv": kv, "equals_reference": result.tokens == reference[0]["out_ids"], "text": result.text, "tokens": result.tokens, "perplexity": result.perplexity,
                      "perplexity_fp16": result.perplexity_fp16, "implementations": result.implementations})  # fmt: skip
@@ -144,7 +145,7 @@ def main() -> int:
     properties = torch.cuda.get_device_properties(0)
     record: dict[str, Any] = {
         "device": properties.name, "arch": f"sm{ARCH}", "torch": str(torch.__version__), "triton": __import__("triton").__version__,
-        "driver": str(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else None, "commit": options.commit,
+        "driver": Path("/sys/module/nvidia/version").read_text().strip() if Path("/sys/module/nvidia/version").exists() else "unknown", "commit": options.commit,
         "command": "python tests/records/make.py --commit COMMIT --out OUT" + (" --model GGUF" if options.model else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "seed": seed,
     }  # fmt: skip
