@@ -28,7 +28,7 @@ def tables() -> str:
             f"**{record['device']}** ({record['arch']}; torch {record['torch']}, Triton {record['triton']}; commit {record['commit'][:9]}, {record['date']}; "
             f"`{record['command']}`; [record](tests/records/{file.name}))\n"
         )
-        parts.append("| op | implementation | native, against float64 | worst error / derived bound | relative L2 | graph replay with other inputs and lengths | sm_70 PTX through the driver |")
+        parts.append("| op | implementation | native, against float64 | worst error / derived bound | worst relative L2 (GEMMs: BF16 output) | graph replay with other inputs and lengths | sm_70 PTX through the driver |")
         parts.append("|---|---|---|---|---|---|---|")
         replay = {(r["op"], r["impl"]): r for r in record["graph_replay"]}
         for row in record["native"]:
@@ -37,7 +37,7 @@ def tables() -> str:
             graph = replay.get(key)
             equal = sum(r["bits_equal_native"] for r in ptx)
             parts.append(
-                f"| `{row['op']}` | {row['impl']} | {row['passed']}/{row['cases']} cases | {row['worst_error_over_bound']:.2g} | {row['worst_relative_l2']:.1e} | "
+                f"| `{row['op']}` | {row['impl']} | {row['passed']}/{row['cases']} cases | {row['worst_error_over_bound']:.3f} | {row['worst_relative_l2']:.1e} | "
                 + (f"{graph['passed']}/{graph['cases']} cases | " if graph else "- | ")
                 + (f"{sum(r['ok'] for r in ptx)}/{len(ptx)} right, {equal} with the native bits |" if ptx else "- |")
             )

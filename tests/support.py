@@ -11,7 +11,8 @@ from unittest import mock
 
 import torch
 
-from sm70_triton.types import Op
+from sm70_triton import registry, verify
+from sm70_triton.types import Case, Op
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,3 +34,30 @@ def schema_call(op: Op, inputs: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     (call,) = run.call_args_list
     assert not call.kwargs
     return getattr(torch.ops.sm70_triton, op.name).default, call.args
+
+
+def capture_and_replay(op: Op, case: Case, impl: str, seed: int) -> list[verify.Check]:
+    """Capture one call in a CUDA graph, then replay it twice with other tensors (values, lengths, page tables, slots) in the same
+    buffers and compare with the reference. What is not a tensor (weights, sizes, switches) stays. Stops at a seed that changes a shape.
+    """
+    static = op.make_inputs(case.geometry, seed=seed, device="cuda", **case.options)
+    with registry.override(op.name, impl):
+        op.call(**verify.clone(static))  # compiles; nothing may compile during capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            op.call(**static)
+    checks = []
+    for step in (1, 2):
+        fresh = op.make_inputs(case.geometry, seed=seed + step, device="cuda", **case.options)
+        fresh = {name: fresh[name] if isinstance(value, torch.Tensor) else value for name, value in static.items()}
+        tensors = [(value, fresh[name]) for name, value in static.items() if isinstance(value, torch.Tensor)]
+        if any(old.shape != new.shape for old, new in tensors):
+            break
+        for old, new in tensors:
+            old.copy_(new)
+        expected = op.reference(**verify.clone(fresh))
+        graph.replay()
+        torch.cuda.synchronize()
+        checks.append(verify.compare(op, static, expected))
+    return checks

@@ -1,7 +1,7 @@
 """Every op x implementation x case of the registry: right against float64, repeatable, and a good citizen of torch.library."""
 import pytest
 import torch
-from support import schema_call
+from support import capture_and_replay, schema_call
 
 from sm70_triton import probe, registry, verify
 
@@ -98,35 +98,11 @@ def test_launch_allocates_nothing(op, case, device, seed):
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
-def _copy_into(static, fresh):
-    """Overwrite the tensors that a graph has captured; what is not a tensor (weights, sizes, switches) stays. False if a shape differs."""
-    for name, value in static.items():
-        if not isinstance(value, torch.Tensor):
-            fresh[name] = value
-        elif value.shape != fresh[name].shape:
-            return False
-        else:
-            value.copy_(fresh[name])
-    return True
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("op, case", SMALL)
 def test_captured_graph_replays_with_other_inputs(op, case, device, seed):
     """Other values, lengths, page tables and slots in the captured buffers; a graph without a kernel would leave the NaN."""
-    static = op.make_inputs(case.geometry, seed=seed, device=device, **case.options)
-    with registry.override(op.name, "simt"):
-        op.call(**verify.clone(static))
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            op.call(**static)
-    for step in (1, 2):
-        fresh = op.make_inputs(case.geometry, seed=seed + step, device=device, **case.options)
-        if not _copy_into(static, fresh):
-            pytest.skip("this case's tensor sizes depend on the seed")
-        expected = op.reference(**fresh)
-        graph.replay()
-        torch.cuda.synchronize()
-        check = verify.compare(op, static, expected)
-        assert check.ok, f"seed {seed + step}: {check.detail}"
+    checks = capture_and_replay(op, case, "simt", seed)
+    assert checks, "no replay was possible"
+    for check in checks:
+        assert check.ok, f"seed {seed}: {check.detail}"

@@ -16,13 +16,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
+from support import capture_and_replay
 
 from fallback_cuda import module
-from sm70_triton import aot, registry, verify
+from sm70_triton import aot, probe, registry, verify
 
 SCALARS = {"i1": np.bool_, "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "u32": np.uint32, "u64": np.uint64, "fp32": np.float32, "fp64": np.float64}
 
@@ -40,10 +42,10 @@ def run_ptx(launch: aot.Launch) -> None:
     torch.cuda.synchronize()
 
 
-def native(op: Any, impl: Any, seed: int) -> dict[str, Any]:
+def native(op: Any, impl: Any, seed: int, arch: int) -> dict[str, Any]:
     row = {"op": op.name, "impl": impl.name, "rev": impl.rev, "seed": seed, "cases": 0, "passed": 0, "worst_error_over_bound": 0.0, "worst_relative_l2": 0.0, "failed": []}
     for case in op.cases:
-        if registry.refusal(impl, case.geometry, ARCH) is not None:
+        if registry.refusal(impl, case.geometry, arch) is not None:
             continue
         started = time.time()
         row["cases"] += 1
@@ -66,35 +68,10 @@ def native(op: Any, impl: Any, seed: int) -> dict[str, Any]:
 def replay(op: Any, seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {"op": op.name, "impl": "simt", "cases": 0, "passed": 0, "failed": []}
     for case in op.cases:
-        if case.production:
-            continue
-        static = op.make_inputs(case.geometry, seed=seed, device="cuda", **case.options)
-        with registry.override(op.name, "simt"):
-            op.call(**verify.clone(static))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                op.call(**static)
-        ok, replays = True, 0
-        for step in (1, 2):
-            fresh = op.make_inputs(case.geometry, seed=seed + step, device="cuda", **case.options)
-            fresh = {k: fresh[k] if isinstance(v, torch.Tensor) else v for k, v in static.items()}  # the same weights, sizes and switches
-            tensors = {k: v for k, v in static.items() if isinstance(v, torch.Tensor)}
-            if any(v.shape != fresh[k].shape for k, v in tensors.items()):
-                break
-            for name, value in tensors.items():
-                value.copy_(fresh[name])
-            expected = op.reference(**verify.clone(fresh))
-            graph.replay()
-            torch.cuda.synchronize()
-            check = verify.compare(op, static, expected)
-            replays += 1
-            if not check.ok:
-                ok = False
-                row["failed"].append({"case": case.name, "detail": check.detail})
-        if replays:
-            row["cases"] += 1
-            row["passed"] += ok
+        checks = [] if case.production else capture_and_replay(op, case, "simt", seed)
+        row["cases"] += bool(checks)
+        row["passed"] += bool(checks) and all(check.ok for check in checks)
+        row["failed"] += [{"case": case.name, "detail": check.detail} for check in checks if not check.ok]
     return row
 
 
@@ -141,16 +118,19 @@ def main() -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--model")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is needed")
+    arch = probe.arch_of(torch.device("cuda", 0))
     seed = secrets.randbits(31)
     properties = torch.cuda.get_device_properties(0)
     record: dict[str, Any] = {
-        "device": properties.name, "arch": f"sm{ARCH}", "torch": str(torch.__version__), "triton": __import__("triton").__version__,
+        "device": properties.name, "arch": probe.arch_name(arch), "torch": str(torch.__version__), "triton": __import__("triton").__version__,
         "driver": Path("/sys/module/nvidia/version").read_text().strip() if Path("/sys/module/nvidia/version").exists() else "unknown", "commit": options.commit,
         "command": "python tests/records/make.py --commit COMMIT --out OUT" + (" --model GGUF" if options.model else ""),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"), "seed": seed,
     }  # fmt: skip
     ops = sorted(registry.discover().values(), key=lambda op: op.name)
-    record["native"] = [native(op, impl, seed) for op in ops for impl in op.impls.values()]
+    record["native"] = [native(op, impl, seed, arch) for op in ops for impl in op.impls.values()]
     print(json.dumps(record["native"], indent=1), flush=True)
     record["graph_replay"] = [replay(op, seed) for op in ops]
     print(json.dumps(record["graph_replay"], indent=1), flush=True)
@@ -165,6 +145,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    major, minor = torch.cuda.get_device_capability(0)
-    ARCH = major * 10 + minor
     sys.exit(main())
