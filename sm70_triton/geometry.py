@@ -107,8 +107,10 @@ def weight_format(config: Mapping[str, Any]) -> dict[str, Any] | None:
             if (bits, kind) == (4, "int"):
                 return {"op": "gemm_w4a16", "format": "int4", **({"group": _group_size(size)} if size else {})}
             if (bits, kind) == (8, "float"):
-                strategy = str(weights.get("strategy"))
-                return {"op": "gemm_w8a16", "format": {"block": "fp8_block", "tensor": "fp8_tensor"}.get(strategy, "fp8_channel")}
+                strategy = weights.get("strategy")
+                if strategy not in ("block", "channel", "tensor"):
+                    raise ValueError(f"quantization_config strategy={strategy!r} with 8-bit floats; block, channel and tensor are served")
+                return {"op": "gemm_w8a16", "format": f"fp8_{strategy}"}
             if (bits, kind) == (8, "int"):
                 return {"op": "gemm_w8a16", "format": "int8"}
         raise ValueError("quantization_config.config_groups of compressed-tensors: no 4- or 8-bit weight group found")

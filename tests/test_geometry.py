@@ -73,6 +73,11 @@ def test_weight_formats(quant, expected):
         ({"num_attention_heads": 0}, {}, "num_attention_heads=0"),
         ({}, {"tp": 3}, "tp=3 does not divide num_attention_heads=32"),
         ({}, {"tp": 0}, "tp=0"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float"}}}}},
+            {},
+            "strategy=None with 8-bit floats; block, channel and tensor are served",
+        ),
         ({"quantization_config": {"quant_method": "aqlm"}}, {}, "quant_method='aqlm' is not served; accepted: awq"),
         ({"quantization_config": {"quant_method": "awq", "bits": 3}}, {}, "bits=3"),
         ({"quantization_config": "awq"}, {}, "quantization_config='awq'; an object is expected"),

@@ -70,7 +70,7 @@ def test_wheel_holds_everything(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)})
 
 
-@pytest.mark.parametrize("command", [["ruff", "check", "."], ["pyright"], ["lint-imports", "--no-logo"]], ids=lambda c: c[0])
+@pytest.mark.parametrize("command", [["ruff", "check", "."], ["pyright", "--pythonpath", sys.executable], ["lint-imports", "--no-logo"]], ids=lambda c: c[0])
 def test_linters(command):
     done = subprocess.run([os.path.join(os.path.dirname(sys.executable), command[0]), *command[1:]], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
