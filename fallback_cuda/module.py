@@ -57,10 +57,9 @@ def compile_cubin(source: str, arch: int, options: tuple[str, ...] = ()) -> byte
     program = nvrtc.createProgram((FOLDER / source).read_text(), source, [], [])
     try:
         nvrtc.compileProgram(program, flags)
+        cubin = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         raise CompileError(f"{source} for sm_{arch}: {error}\n{nvrtc.getProgramLog(program)}") from error
-    else:
-        cubin = nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
     # CuPy 14 drops the last byte, as it would for the terminating zero of a text; it is a zero in the ELF file too.

@@ -92,6 +92,7 @@ def target(arch: int) -> Iterator[list[Launch]]:
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
+    shared_memory = SHARED_MEMORY.get(arch, 98304)
     original_run = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -101,8 +102,8 @@ def target(arch: int) -> Iterator[list[Launch]]:
         meta, signature = kernel.metadata, kernel.src.signature
         bound = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         shape: Any = grid(bound) if callable(grid) else grid
-        if meta.shared > SHARED_MEMORY.get(arch, 98304):
-            raise AotError(f"{meta.name} needs {meta.shared} bytes of shared memory, {probe.arch_name(arch)} has {SHARED_MEMORY.get(arch, 98304)}")
+        if meta.shared > shared_memory:
+            raise AotError(f"{meta.name} needs {meta.shared} bytes of shared memory, {probe.arch_name(arch)} has {shared_memory}")
         x, y, z = (*shape, 1, 1)[:3]
         launches.append(
             Launch(name=meta.name, grid=(int(x), int(y), int(z)), num_warps=meta.num_warps, shared_bytes=meta.shared, ptx=kernel.asm["ptx"],
@@ -198,7 +199,7 @@ def _instructions(sass: str) -> tuple[list[str], set[int]]:
         if not found:
             continue
         opcodes.append(found[1])
-        target = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
-        if target and target[1] in labels:
-            in_loops.update(range(labels[target[1]], len(opcodes)))
+        branch = re.search(r"`\((\.L_\w+)\)", found[2]) if found[1] == "BRA" else None
+        if branch and branch[1] in labels:
+            in_loops.update(range(labels[branch[1]], len(opcodes)))
     return opcodes, in_loops

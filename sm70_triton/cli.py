@@ -374,7 +374,3 @@ def main() -> None:
         error.show()  # pyright: ignore[reportAttributeAccessIssue]
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
-
-
-if __name__ == "__main__":
-    main()
